@@ -1,0 +1,256 @@
+#include "core/validate.h"
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "core/element.h"
+
+namespace lmhead {
+namespace {
+
+std::string str(std::int64_t v) { return std::to_string(v); }
+std::string str(double v) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", v);
+  return text;
+}
+std::string shape(const ConstMatrix& m) { return "[" + str(m.rows) + ", " + str(m.cols) + "]"; }
+
+Status invalid(const char* argument, const std::string& expected, const std::string& got) {
+  return {StatusCode::kInvalidArgument, std::string(argument) + ": expected " + expected + ", got " + got};
+}
+Status mistyped(const char* argument, const std::string& expected, const std::string& got) {
+  return {StatusCode::kTypeMismatch, std::string(argument) + ": expected " + expected + ", got " + got};
+}
+
+bool fits_in_memory(std::int64_t rows, std::int64_t row_stride, std::int64_t cols, DType dtype) {
+  if (rows == 0) return true;
+  const __int128 last = static_cast<__int128>(rows - 1) * row_stride + cols;
+  return last * static_cast<__int128>(size_of(dtype)) <= std::numeric_limits<std::int64_t>::max();
+}
+
+Status check_matrix(const char* name, const ConstMatrix& m) {
+  if (m.rows < 0 || m.cols < 0) return invalid(name, "sizes >= 0", shape(m));
+  if (m.rows > 1 && m.row_stride < m.cols)
+    return invalid(name, "row stride >= " + str(m.cols) + " (contiguous columns)", str(m.row_stride));
+  if (!fits_in_memory(m.rows, m.row_stride, m.cols, m.dtype))
+    return invalid(name, "a size that fits in memory", shape(m));
+  if (m.data == nullptr && m.rows > 0 && m.cols > 0) return invalid(name, "data for " + shape(m), "a null pointer");
+  return {};
+}
+
+Status check_vector(const char* name, const ConstVector& v, std::int64_t size) {
+  if (v.size != size) return invalid(name, "[" + str(size) + "]", "[" + str(v.size) + "]");
+  if (v.data == nullptr && size > 0) return invalid(name, "data for [" + str(size) + "]", "a null pointer");
+  return {};
+}
+
+Status check_output_vector(const char* name, const Vector& v, std::int64_t size, DType dtype) {
+  if (v.absent()) return {};
+  LMHEAD_RETURN_IF_ERROR(check_vector(name, {v.data, v.size, v.stride, v.dtype}, size));
+  if (v.dtype != dtype) return mistyped(name, to_string(dtype), to_string(v.dtype));
+  if (v.stride == 0 && size > 1) return invalid(name, "a stride other than 0", "0");
+  return {};
+}
+
+ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
+
+Status check_positive(const char* name, double value) {
+  if (!(value > 0) || !std::isfinite(value)) return invalid(name, "a finite number > 0", str(value));
+  return {};
+}
+
+}  // namespace
+
+Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
+  LMHEAD_RETURN_IF_ERROR(check_matrix("hidden", p.hidden));
+  LMHEAD_RETURN_IF_ERROR(check_matrix("weight", p.weight));
+  if (!is_floating(p.hidden.dtype))
+    return mistyped("hidden", "float32, bfloat16, float16 or float64", to_string(p.hidden.dtype));
+  if (!is_floating(p.weight.dtype))
+    return mistyped("weight", "float32, bfloat16, float16 or float64", to_string(p.weight.dtype));
+  const bool fp64 = p.hidden.dtype == DType::kFloat64;
+  if (fp64 != (p.weight.dtype == DType::kFloat64))
+    return mistyped(
+        "weight",
+        std::string("the precision of hidden (") + to_string(p.hidden.dtype) + "): float64 mixes with nothing else",
+        to_string(p.weight.dtype));
+  if (p.hidden.cols < 1) return invalid("hidden", "[N, H] with H >= 1", shape(p.hidden));
+  if (p.weight.cols != p.hidden.cols) {
+    const bool logits = p.hidden.cols == p.weight.rows;
+    return invalid("weight", "[V, " + str(p.hidden.cols) + "] to match hidden " + shape(p.hidden),
+                   shape(p.weight) +
+                       (logits ? " (hidden looks like logits [N, V]: pass the hidden states before the LM head)" : ""));
+  }
+
+  ResolvedProblem r{};
+  r.given = p;
+  r.n = p.hidden.rows;
+  r.h = p.hidden.cols;
+  r.v_local = p.weight.rows;
+  r.vocab_size = p.vocab_size.value_or(r.v_local);
+  if (!p.vocab_size && p.vocab_start != 0)
+    return invalid("vocab_size", "the global vocabulary, required with vocab_start",
+                   "none with vocab_start " + str(p.vocab_start));
+  if (r.vocab_size < 1) return invalid("vocab_size", ">= 1", str(r.vocab_size));
+  if (p.vocab_start < 0 || p.vocab_start > r.vocab_size - r.v_local)
+    return invalid("vocab_start",
+                   "a shard [vocab_start, vocab_start + " + str(r.v_local) + ") inside [0, " + str(r.vocab_size) + ")",
+                   str(p.vocab_start));
+  r.valid_vocab = p.valid_vocab.value_or(r.vocab_size);
+  if (r.valid_vocab < 1 || r.valid_vocab > r.vocab_size)
+    return invalid("valid_vocab", "in [1, " + str(r.vocab_size) + "]", str(r.valid_vocab));
+  r.v_valid = std::max<std::int64_t>(0, std::min(r.v_local, r.valid_vocab - p.vocab_start));
+
+  if (!p.bias.absent() || p.bias.data != nullptr) {
+    LMHEAD_RETURN_IF_ERROR(check_vector("bias", p.bias, r.v_local));
+    if (!is_floating(p.bias.dtype) || (p.bias.dtype == DType::kFloat64 && !fp64))
+      return mistyped("bias", fp64 ? "float64" : "float32, bfloat16 or float16", to_string(p.bias.dtype));
+  }
+  LMHEAD_RETURN_IF_ERROR(check_vector("targets", p.targets, r.n));
+  if (p.targets.dtype != DType::kInt32 && p.targets.dtype != DType::kInt64)
+    return mistyped("targets", "int32 or int64", to_string(p.targets.dtype));
+  if (!p.active.absent() || p.active.data != nullptr) {
+    if (is_floating(p.active.dtype)) return mistyped("active", "bool or an integer type", to_string(p.active.dtype));
+    LMHEAD_RETURN_IF_ERROR(check_vector("active", p.active, r.n));
+  }
+  if (!p.row_temperature.absent() || p.row_temperature.data != nullptr) {
+    LMHEAD_RETURN_IF_ERROR(check_vector("temperature", p.row_temperature, r.n));
+    if (p.row_temperature.dtype != DType::kFloat32 && !(fp64 && p.row_temperature.dtype == DType::kFloat64))
+      return mistyped("temperature", fp64 ? "float32 or float64" : "float32", to_string(p.row_temperature.dtype));
+  }
+
+  LMHEAD_RETURN_IF_ERROR(check_positive("temperature", p.temperature));
+  if (!std::isfinite(p.logit_scale)) return invalid("logit_scale", "a finite number", str(p.logit_scale));
+  if (p.softcap) LMHEAD_RETURN_IF_ERROR(check_positive("softcap", *p.softcap));
+  if (p.inference_only && p.entropy == EntropyMode::kGrad)
+    return invalid("entropy_requires_grad", "false together with inference_only", "true");
+
+  r.compute = p.compute_dtype.value_or(p.weight.dtype);
+  if (!is_floating(r.compute) || (r.compute == DType::kFloat64) != fp64)
+    return mistyped("compute_dtype", fp64 ? "float64" : "float32, bfloat16 or float16", to_string(r.compute));
+  r.result = fp64 ? DType::kFloat64 : DType::kFloat32;
+  if (execution.threads < 0) return invalid("threads", ">= 0", str(static_cast<std::int64_t>(execution.threads)));
+  r.check = execution.check.value_or(execution.device == Device::kCpu);
+  return r;
+}
+
+Status check_host_values(const ResolvedProblem& r) {
+  const Problem& p = r.given;
+  for (std::int64_t i = 0; i < r.n; ++i) {
+    if (!p.active.absent() && load_int(p.active, i) <= 0) continue;
+    const std::int64_t id = load_int(p.targets, i);
+    if (id == p.ignore_index) continue;
+    if (p.out_of_vocab == OutOfVocab::kError && (id < 0 || id >= r.valid_vocab))
+      return invalid("targets", "ids in [0, " + str(r.valid_vocab) + ") or ignore_index " + str(p.ignore_index),
+                     str(id) + " at row " + str(i));
+    if (!p.row_temperature.absent()) {
+      const double t = load_float(p.row_temperature, i);
+      if (!(t > 0) || !std::isfinite(t))
+        return invalid("temperature", "finite numbers > 0", str(t) + " at row " + str(i));
+    }
+  }
+  return {};
+}
+
+Status validate_state(const ResolvedProblem& r, const Matrix& state) {
+  LMHEAD_RETURN_IF_ERROR(check_matrix("state", as_const(state)));
+  if (state.rows != r.n || state.cols != kStateWidth)
+    return invalid("state", "[" + str(r.n) + ", 4]", shape(as_const(state)));
+  if (state.dtype != r.result) return mistyped("state", to_string(r.result), to_string(state.dtype));
+  if (state.rows > 1 && state.row_stride != kStateWidth)
+    return invalid("state", "contiguous rows (row stride 4)", str(state.row_stride));
+  return {};
+}
+
+Status validate_combine(const ResolvedProblem& r, const ConstMatrix& states, const ForwardOutputs& outputs) {
+  LMHEAD_RETURN_IF_ERROR(check_matrix("states", states));
+  if (states.cols != kStateWidth || (r.n > 0 && (states.rows == 0 || states.rows % r.n != 0)))
+    return invalid("states", "[S * " + str(r.n) + ", 4] with S >= 1", shape(states));
+  if (states.dtype != r.result) return mistyped("states", to_string(r.result), to_string(states.dtype));
+  if (states.rows > 1 && states.row_stride != kStateWidth)
+    return invalid("states", "contiguous rows (row stride 4)", str(states.row_stride));
+  return validate_outputs(r, outputs);
+}
+
+Status validate_outputs(const ResolvedProblem& r, const ForwardOutputs& outputs) {
+  LMHEAD_RETURN_IF_ERROR(check_output_vector("logprob", outputs.logprob, r.n, r.result));
+  LMHEAD_RETURN_IF_ERROR(check_output_vector("entropy", outputs.entropy, r.n, r.result));
+  LMHEAD_RETURN_IF_ERROR(check_output_vector("lse", outputs.lse, r.n, r.result));
+  if (r.given.entropy == EntropyMode::kOff && !outputs.entropy.absent())
+    return invalid("entropy", "no output under EntropyMode::kOff", "one");
+  return {};
+}
+
+namespace {
+
+Status check_upstream(const char* name, const ConstVector& v, const ResolvedProblem& r) {
+  if (v.absent()) return {};
+  LMHEAD_RETURN_IF_ERROR(check_vector(name, v, r.n));
+  if (v.dtype != r.result) return mistyped(name, to_string(r.result), to_string(v.dtype));
+  return {};
+}
+
+Status check_gradient(const char* name, const Matrix& m, std::int64_t rows, std::int64_t cols, DType own,
+                      bool accumulate, DType result) {
+  if (m.absent()) {
+    if (accumulate) return invalid(name, "a buffer to accumulate into", "none");
+    return {};
+  }
+  LMHEAD_RETURN_IF_ERROR(check_matrix(name, as_const(m)));
+  if (m.rows != rows || m.cols != cols)
+    return invalid(name, "[" + str(rows) + ", " + str(cols) + "]", shape(as_const(m)));
+  const DType wanted = accumulate ? result : own;
+  if (m.dtype != wanted && m.dtype != result)
+    return mistyped(name, std::string(to_string(wanted)) + (accumulate ? " to accumulate in" : ""), to_string(m.dtype));
+  if (accumulate && m.dtype != result)
+    return mistyped(name, std::string(to_string(result)) + " to accumulate in", to_string(m.dtype));
+  return {};
+}
+
+}  // namespace
+
+Status validate_backward(const ResolvedProblem& r, const BackwardInputs& in, const BackwardOutputs& out) {
+  const Problem& p = r.given;
+  if (p.inference_only) return invalid("inference_only", "false for a backward", "true");
+  LMHEAD_RETURN_IF_ERROR(check_vector("lse", in.lse, r.n));
+  if (in.lse.dtype != r.result) return mistyped("lse", to_string(r.result), to_string(in.lse.dtype));
+  LMHEAD_RETURN_IF_ERROR(check_upstream("dlogprob", in.dlogprob, r));
+  LMHEAD_RETURN_IF_ERROR(check_upstream("dentropy", in.dentropy, r));
+  LMHEAD_RETURN_IF_ERROR(check_upstream("entropy", in.entropy, r));
+  if (!in.dentropy.absent()) {
+    if (p.entropy != EntropyMode::kGrad) return invalid("dentropy", "none unless entropy_requires_grad", "a gradient");
+    if (in.entropy.absent()) return invalid("entropy", "the forward's entropy together with dentropy", "none");
+  }
+  LMHEAD_RETURN_IF_ERROR(
+      check_gradient("hidden gradient", out.hidden, r.n, r.h, p.hidden.dtype, out.accumulate_hidden, r.result));
+  LMHEAD_RETURN_IF_ERROR(
+      check_gradient("weight gradient", out.weight, r.v_local, r.h, p.weight.dtype, out.accumulate_weight, r.result));
+  if (!out.bias.absent()) {
+    if (p.bias.absent()) return invalid("bias gradient", "none without a bias", "one");
+    LMHEAD_RETURN_IF_ERROR(
+        check_vector("bias gradient", {out.bias.data, out.bias.size, out.bias.stride, out.bias.dtype}, r.v_local));
+    if (out.bias.dtype != r.result && (out.accumulate_bias || out.bias.dtype != p.bias.dtype))
+      return mistyped("bias gradient", to_string(out.accumulate_bias ? r.result : p.bias.dtype),
+                      to_string(out.bias.dtype));
+    if (out.bias.stride == 0 && r.v_local > 1) return invalid("bias gradient", "a stride other than 0", "0");
+  } else if (out.accumulate_bias) {
+    return invalid("bias gradient", "a buffer to accumulate into", "none");
+  }
+  return {};
+}
+
+Status validate_workspace(const Execution& e, const WorkspaceSize& needed, bool may_allocate) {
+  if (e.workspace == nullptr) {
+    if (may_allocate || needed.bytes == 0) return {};
+    return invalid("workspace", str(static_cast<std::int64_t>(needed.bytes)) + " bytes (ask workspace_size)", "none");
+  }
+  if (e.workspace_bytes < needed.bytes)
+    return invalid("workspace",
+                   "at least " + str(static_cast<std::int64_t>(needed.bytes)) + " bytes (ask workspace_size)",
+                   str(static_cast<std::int64_t>(e.workspace_bytes)) + " bytes");
+  return {};
+}
+
+}  // namespace lmhead

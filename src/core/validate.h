@@ -1,0 +1,19 @@
+// Every check of the public calls, and every message, once.
+#pragma once
+
+#include "core/implementation.h"
+
+namespace lmhead {
+
+/// Shapes, dtypes, options of a problem; no tensor value is read.
+Result<ResolvedProblem> validate(const Problem& problem, const Execution& execution);
+/// Checked mode on host memory: targets in range, temperatures > 0 and finite.
+Status check_host_values(const ResolvedProblem& problem);
+Status validate_state(const ResolvedProblem& problem, const Matrix& state);
+Status validate_combine(const ResolvedProblem& problem, const ConstMatrix& states, const ForwardOutputs& outputs);
+Status validate_outputs(const ResolvedProblem& problem, const ForwardOutputs& outputs);
+Status validate_backward(const ResolvedProblem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs);
+/// The caller's workspace against what the call needs. nullptr is fine where `may_allocate`.
+Status validate_workspace(const Execution& execution, const WorkspaceSize& needed, bool may_allocate);
+
+}  // namespace lmhead
