@@ -1,0 +1,42 @@
+// The `lmhead` command: exit 0 done, 1 failed while running, 2 bad usage or input, 130 interrupted.
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "commands.h"
+#include "lmhead/lmhead.h"
+
+namespace {
+
+int report(int code, const char* message) {
+  std::fprintf(stderr, "lmhead: %s\n", message);
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using namespace lmhead::tools;
+  CLI::App app("Per-token log-probability and policy entropy of a language model's head, without the logits.",
+               "lmhead");
+  app.set_version_flag("--version", std::string("lmhead ") + lmhead::version());
+  app.require_subcommand(1);
+  app.failure_message(CLI::FailureMessage::simple);
+
+  add_info(app);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    const bool asked_for_help = app.exit(error) == 0;
+    return asked_for_help ? kExitDone : kExitBadInput;
+  } catch (const CommandError& error) {
+    return report(error.code(), error.what());
+  } catch (const std::bad_alloc&) {
+    return report(kExitFailed, "out of memory");
+  } catch (const std::exception& error) {
+    return report(kExitFailed, error.what());
+  }
+  if (std::fflush(stdout) != 0) return report(kExitFailed, "stdout: cannot write the results");
+  return kExitDone;
+}
