@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "core/validate.h"
+#include "core/dispatch.h"
 
 namespace lmhead {
 namespace {
@@ -41,23 +41,31 @@ Result<const Implementation*> choose(const ResolvedProblem& problem, const Execu
                     : "backend: none can run this: " + reasons);
 }
 
-Status finished(const Implementation* implementation, Status status) {
-  if (status.ok()) last_backend_name = implementation->name;
-  return status;
-}
-
-Status check_workspace(const Implementation* implementation, const ResolvedProblem& problem, Operation operation,
-                       const BackwardOutputs& gradients, const Execution& execution) {
-  Result<WorkspaceSize> needed = implementation->workspace_size(problem, operation, gradients, execution);
+Status check_workspace(const Call& call, Operation operation, const BackwardOutputs& gradients,
+                       const Execution& execution) {
+  Result<WorkspaceSize> needed = call.implementation->workspace_size(call.problem, operation, gradients, execution);
   if (!needed.ok()) return needed.status();
   return validate_workspace(execution, *needed, execution.device == Device::kCpu);
 }
 
-Status check_values(const Implementation* implementation, const ResolvedProblem& problem, const Execution& execution) {
+}  // namespace
+
+Status Call::check_values(const Execution& execution) const {
   return problem.check ? implementation->check_values(problem, execution) : Status();
 }
 
-}  // namespace
+Status Call::finished(Status status) const {
+  if (status.ok()) last_backend_name = implementation->name;
+  return status;
+}
+
+Result<Call> plan_call(const Problem& given, const Execution& execution) {
+  Result<ResolvedProblem> problem = validate(given, execution);
+  if (!problem.ok()) return problem.status();
+  Result<const Implementation*> implementation = choose(*problem, execution);
+  if (!implementation.ok()) return implementation.status();
+  return Call{*problem, *implementation};
+}
 
 std::span<const Implementation* const> implementations() {
   static const Implementation* const kList[] = {
@@ -71,62 +79,52 @@ std::span<const Implementation* const> implementations() {
   return kList;
 }
 
-Result<WorkspaceSize> workspace_size(const Problem& given, Operation operation, const BackwardOutputs& gradients,
+Result<WorkspaceSize> workspace_size(const Problem& problem, Operation operation, const BackwardOutputs& gradients,
                                      const Execution& execution) {
-  Result<ResolvedProblem> problem = validate(given, execution);
-  if (!problem.ok()) return problem.status();
-  Result<const Implementation*> implementation = choose(*problem, execution);
-  if (!implementation.ok()) return implementation.status();
-  return (*implementation)->workspace_size(*problem, operation, gradients, execution);
+  Result<Call> call = plan_call(problem, execution);
+  if (!call.ok()) return call.status();
+  return call->implementation->workspace_size(call->problem, operation, gradients, execution);
 }
 
-Status forward_partial(const Problem& given, const Matrix& state, const Execution& execution) {
-  Result<ResolvedProblem> problem = validate(given, execution);
-  if (!problem.ok()) return problem.status();
-  LMHEAD_RETURN_IF_ERROR(validate_state(*problem, state));
-  Result<const Implementation*> implementation = choose(*problem, execution);
-  if (!implementation.ok()) return implementation.status();
-  LMHEAD_RETURN_IF_ERROR(check_workspace(*implementation, *problem, Operation::kForwardPartial, {}, execution));
-  LMHEAD_RETURN_IF_ERROR(check_values(*implementation, *problem, execution));
-  return finished(*implementation, (*implementation)->forward_partial(*problem, state, execution));
+Status forward_partial(const Problem& problem, const Matrix& state, const Execution& execution) {
+  Result<Call> call = plan_call(problem, execution);
+  if (!call.ok()) return call.status();
+  LMHEAD_RETURN_IF_ERROR(validate_state(call->problem, state));
+  LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForwardPartial, {}, execution));
+  LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
+  return call->finished(call->implementation->forward_partial(call->problem, state, execution));
 }
 
-Status combine(const Problem& given, const ConstMatrix& states, const ForwardOutputs& outputs,
+Status combine(const Problem& problem, const ConstMatrix& states, const ForwardOutputs& outputs,
                const Execution& execution) {
-  Result<ResolvedProblem> problem = validate(given, execution);
-  if (!problem.ok()) return problem.status();
-  LMHEAD_RETURN_IF_ERROR(validate_combine(*problem, states, outputs));
-  Result<const Implementation*> implementation = choose(*problem, execution);
-  if (!implementation.ok()) return implementation.status();
-  return finished(*implementation, (*implementation)->combine(*problem, states, outputs, execution));
+  Result<Call> call = plan_call(problem, execution);
+  if (!call.ok()) return call.status();
+  LMHEAD_RETURN_IF_ERROR(validate_combine(call->problem, states, outputs));
+  return call->finished(call->implementation->combine(call->problem, states, outputs, execution));
 }
 
-Status forward(const Problem& given, const ForwardOutputs& outputs, const Execution& execution) {
-  Result<ResolvedProblem> problem = validate(given, execution);
-  if (!problem.ok()) return problem.status();
-  if (problem->v_local != problem->vocab_size)
-    return Status(StatusCode::kInvalidArgument, "weight: expected the whole vocabulary [" +
-                                                    std::to_string(problem->vocab_size) +
-                                                    ", H] (use forward_partial and combine for a shard), got [" +
-                                                    std::to_string(problem->v_local) + ", H]");
-  LMHEAD_RETURN_IF_ERROR(validate_outputs(*problem, outputs));
-  Result<const Implementation*> implementation = choose(*problem, execution);
-  if (!implementation.ok()) return implementation.status();
-  LMHEAD_RETURN_IF_ERROR(check_workspace(*implementation, *problem, Operation::kForward, {}, execution));
-  LMHEAD_RETURN_IF_ERROR(check_values(*implementation, *problem, execution));
-  return finished(*implementation, (*implementation)->forward(*problem, outputs, execution));
+Status forward(const Problem& problem, const ForwardOutputs& outputs, const Execution& execution) {
+  Result<Call> call = plan_call(problem, execution);
+  if (!call.ok()) return call.status();
+  const ResolvedProblem& r = call->problem;
+  if (r.v_local != r.vocab_size)
+    return Status(StatusCode::kInvalidArgument,
+                  "weight: expected the whole vocabulary [" + std::to_string(r.vocab_size) +
+                      ", H] (use forward_partial and combine for a shard), got [" + std::to_string(r.v_local) + ", H]");
+  LMHEAD_RETURN_IF_ERROR(validate_outputs(r, outputs));
+  LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForward, {}, execution));
+  LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
+  return call->finished(call->implementation->forward(r, outputs, execution));
 }
 
-Status backward(const Problem& given, const BackwardInputs& inputs, const BackwardOutputs& outputs,
+Status backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs,
                 const Execution& execution) {
-  Result<ResolvedProblem> problem = validate(given, execution);
-  if (!problem.ok()) return problem.status();
-  LMHEAD_RETURN_IF_ERROR(validate_backward(*problem, inputs, outputs));
-  Result<const Implementation*> implementation = choose(*problem, execution);
-  if (!implementation.ok()) return implementation.status();
-  LMHEAD_RETURN_IF_ERROR(check_workspace(*implementation, *problem, Operation::kBackward, outputs, execution));
-  LMHEAD_RETURN_IF_ERROR(check_values(*implementation, *problem, execution));
-  return finished(*implementation, (*implementation)->backward(*problem, inputs, outputs, execution));
+  Result<Call> call = plan_call(problem, execution);
+  if (!call.ok()) return call.status();
+  LMHEAD_RETURN_IF_ERROR(validate_backward(call->problem, inputs, outputs));
+  LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kBackward, outputs, execution));
+  LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
+  return call->finished(call->implementation->backward(call->problem, inputs, outputs, execution));
 }
 
 std::span<const BackendInfo> backends() {

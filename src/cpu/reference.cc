@@ -54,7 +54,17 @@ State segment_state(LogitRow& logit, std::int64_t begin, std::int64_t end, std::
   return s;
 }
 
-State row_state(const ResolvedProblem& r, std::int64_t i) {
+/// The state in result precision T. The reference point is rounded first and the sums moved to it, so that
+/// each number is rounded once.
+template <class T>
+SoftmaxStateT<T> rounded(State s) {
+  if (s.sum != 0) rebase(s, static_cast<double>(static_cast<T>(s.max)));
+  return {static_cast<T>(s.max), static_cast<T>(s.sum), static_cast<T>(s.weighted), static_cast<T>(s.target)};
+}
+
+/// Octants are rounded to T before they are merged, as ranks are: 1, 2, 4 and 8 equal shards give the same bits.
+template <class T>
+SoftmaxStateT<T> row_state(const ResolvedProblem& r, std::int64_t i) {
   State octants[kOctants];
   for (State& s : octants) s = empty_state<double>();
   LogitRow logit(r, i);
@@ -62,19 +72,17 @@ State row_state(const ResolvedProblem& r, std::int64_t i) {
   for_each_segment(r.order(), start, start + r.v_valid, [&](std::int64_t octant, std::int64_t b, std::int64_t e) {
     octants[octant] = merge(octants[octant], segment_state(logit, b - start, e - start, target));
   });
-  return merge_tree(octants, kOctants);
+  SoftmaxStateT<T> parts[kOctants];
+  for (std::int64_t o = 0; o < kOctants; ++o) parts[o] = rounded<T>(octants[o]);
+  return merge_tree(parts, kOctants);
 }
 
 Status forward_partial(const ResolvedProblem& r, const Matrix& state, const Execution&) {
   for (std::int64_t i = 0; i < r.n; ++i) {
-    State s = is_active(r, i) ? row_state(r, i) : empty_state<double>();
     if (r.result == DType::kFloat64) {
-      static_cast<State*>(state.data)[i] = s;
+      static_cast<State*>(state.data)[i] = is_active(r, i) ? row_state<double>(r, i) : empty_state<double>();
     } else {
-      // Round max first and move the sums to the rounded reference point, so that only it is rounded.
-      if (s.sum != 0) rebase(s, static_cast<double>(static_cast<float>(s.max)));
-      static_cast<SoftmaxState*>(state.data)[i] = {static_cast<float>(s.max), static_cast<float>(s.sum),
-                                                   static_cast<float>(s.weighted), static_cast<float>(s.target)};
+      static_cast<SoftmaxState*>(state.data)[i] = is_active(r, i) ? row_state<float>(r, i) : empty_state();
     }
   }
   return {};
