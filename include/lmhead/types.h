@@ -69,7 +69,8 @@ struct Matrix {
   std::int64_t row_stride = 0;
   DType dtype = DType::kFloat32;
 
-  bool absent() const { return data == nullptr && rows == 0; }
+  /// A gradient of no rows ([0, H]) is present: it still has columns.
+  bool absent() const { return data == nullptr && rows == 0 && cols == 0; }
 };
 
 /// Whether entropy is computed and differentiated.

@@ -1,5 +1,4 @@
 // The ordered list of implementations, and the public calls on top of it.
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -81,50 +80,61 @@ std::span<const Implementation* const> implementations() {
 
 Result<WorkspaceSize> workspace_size(const Problem& problem, Operation operation, const BackwardOutputs& gradients,
                                      const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution);
-  if (!call.ok()) return call.status();
-  return call->implementation->workspace_size(call->problem, operation, gradients, execution);
+  return guarded("workspace_size", [&]() -> Result<WorkspaceSize> {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    return call->implementation->workspace_size(call->problem, operation, gradients, execution);
+  });
 }
 
 Status forward_partial(const Problem& problem, const Matrix& state, const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution);
-  if (!call.ok()) return call.status();
-  LMHEAD_RETURN_IF_ERROR(validate_state(call->problem, state));
-  LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForwardPartial, {}, execution));
-  LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
-  return call->finished(call->implementation->forward_partial(call->problem, state, execution));
+  return guarded("forward_partial", [&]() -> Status {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    LMHEAD_RETURN_IF_ERROR(validate_state(call->problem, state));
+    LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForwardPartial, {}, execution));
+    LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
+    return call->finished(call->implementation->forward_partial(call->problem, state, execution));
+  });
 }
 
 Status combine(const Problem& problem, const ConstMatrix& states, const ForwardOutputs& outputs,
                const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution);
-  if (!call.ok()) return call.status();
-  LMHEAD_RETURN_IF_ERROR(validate_combine(call->problem, states, outputs));
-  return call->finished(call->implementation->combine(call->problem, states, outputs, execution));
+  return guarded("combine", [&]() -> Status {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    LMHEAD_RETURN_IF_ERROR(validate_combine(call->problem, states, outputs));
+    return call->finished(call->implementation->combine(call->problem, states, outputs, execution));
+  });
 }
 
 Status forward(const Problem& problem, const ForwardOutputs& outputs, const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution);
-  if (!call.ok()) return call.status();
-  const ResolvedProblem& r = call->problem;
-  if (r.v_local != r.vocab_size)
-    return Status(StatusCode::kInvalidArgument,
-                  "weight: expected the whole vocabulary [" + std::to_string(r.vocab_size) +
-                      ", H] (use forward_partial and combine for a shard), got [" + std::to_string(r.v_local) + ", H]");
-  LMHEAD_RETURN_IF_ERROR(validate_outputs(r, outputs));
-  LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForward, {}, execution));
-  LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
-  return call->finished(call->implementation->forward(r, outputs, execution));
+  return guarded("forward", [&]() -> Status {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    const ResolvedProblem& r = call->problem;
+    if (r.v_local != r.vocab_size)
+      return Status(StatusCode::kInvalidArgument, "weight: expected the whole vocabulary [" +
+                                                      std::to_string(r.vocab_size) +
+                                                      ", H] (use forward_partial and combine for a shard), got [" +
+                                                      std::to_string(r.v_local) + ", H]");
+    LMHEAD_RETURN_IF_ERROR(validate_outputs(r, outputs));
+    LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForward, {}, execution));
+    LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
+    return call->finished(call->implementation->forward(r, outputs, execution));
+  });
 }
 
 Status backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs,
                 const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution);
-  if (!call.ok()) return call.status();
-  LMHEAD_RETURN_IF_ERROR(validate_backward(call->problem, inputs, outputs));
-  LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kBackward, outputs, execution));
-  LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
-  return call->finished(call->implementation->backward(call->problem, inputs, outputs, execution));
+  return guarded("backward", [&]() -> Status {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    LMHEAD_RETURN_IF_ERROR(validate_backward(call->problem, inputs, outputs));
+    LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kBackward, outputs, execution));
+    LMHEAD_RETURN_IF_ERROR(call->check_values(execution));
+    return call->finished(call->implementation->backward(call->problem, inputs, outputs, execution));
+  });
 }
 
 std::span<const BackendInfo> backends() {

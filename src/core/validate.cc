@@ -30,6 +30,14 @@ bool fits_in_memory(std::int64_t rows, std::int64_t row_stride, std::int64_t col
   return last * static_cast<__int128>(size_of(dtype)) <= std::numeric_limits<std::int64_t>::max();
 }
 
+/// Elements must lie at multiples of their size: a tensor cut out of a file at an odd byte does not.
+Status check_aligned(const char* name, const void* data, DType dtype) {
+  const std::size_t size = size_of(dtype), over = reinterpret_cast<std::uintptr_t>(data) % size;
+  if (over == 0) return {};
+  return invalid(name, "data aligned to " + str(static_cast<std::int64_t>(size)) + " bytes (" + to_string(dtype) + ")",
+                 "an address " + str(static_cast<std::int64_t>(over)) + " bytes past");
+}
+
 Status check_matrix(const char* name, const ConstMatrix& m) {
   if (m.rows < 0 || m.cols < 0) return invalid(name, "sizes >= 0", shape(m));
   if (m.rows > 1 && m.row_stride < m.cols)
@@ -37,13 +45,17 @@ Status check_matrix(const char* name, const ConstMatrix& m) {
   if (!fits_in_memory(m.rows, m.row_stride, m.cols, m.dtype))
     return invalid(name, "a size that fits in memory", shape(m));
   if (m.data == nullptr && m.rows > 0 && m.cols > 0) return invalid(name, "data for " + shape(m), "a null pointer");
-  return {};
+  return check_aligned(name, m.data, m.dtype);
 }
 
 Status check_vector(const char* name, const ConstVector& v, std::int64_t size) {
   if (v.size != size) return invalid(name, "[" + str(size) + "]", "[" + str(v.size) + "]");
   if (v.data == nullptr && size > 0) return invalid(name, "data for [" + str(size) + "]", "a null pointer");
-  return {};
+  const __int128 last = static_cast<__int128>(size - 1) * v.stride * static_cast<__int128>(size_of(v.dtype));
+  constexpr __int128 kLimit = std::numeric_limits<std::int64_t>::max();
+  if (size > 0 && (last > kLimit || last < -kLimit))
+    return invalid(name, "a stride that fits in memory", str(v.stride));
+  return check_aligned(name, v.data, v.dtype);
 }
 
 Status check_output_vector(const char* name, const Vector& v, std::int64_t size, DType dtype) {
@@ -56,8 +68,12 @@ Status check_output_vector(const char* name, const Vector& v, std::int64_t size,
 
 ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
 
-Status check_positive(const char* name, double value) {
+/// Options are used in fp32 unless the inputs are fp64: a value or a reciprocal that fp32 cannot hold
+/// would reach the logits as 0 or infinity.
+Status check_positive(const char* name, double value, bool fp64) {
   if (!(value > 0) || !std::isfinite(value)) return invalid(name, "a finite number > 0", str(value));
+  if (!fp64 && !(value >= std::numeric_limits<float>::min() && value <= 1 / std::numeric_limits<float>::min()))
+    return invalid(name, "a number in the range of float32 [1.17549e-38, 8.50706e+37]", str(value));
   return {};
 }
 
@@ -93,6 +109,8 @@ Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
   if (!p.vocab_size && p.vocab_start != 0)
     return invalid("vocab_size", "the global vocabulary, required with vocab_start",
                    "none with vocab_start " + str(p.vocab_start));
+  if (!p.vocab_size && r.v_local < 1)
+    return invalid("weight", "[V, H] with V >= 1 (an empty shard needs vocab_size)", shape(p.weight));
   if (r.vocab_size < 1) return invalid("vocab_size", ">= 1", str(r.vocab_size));
   if (p.vocab_start < 0 || p.vocab_start > r.vocab_size - r.v_local)
     return invalid("vocab_start",
@@ -103,7 +121,7 @@ Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
     return invalid("valid_vocab", "in [1, " + str(r.vocab_size) + "]", str(r.valid_vocab));
   r.v_valid = std::max<std::int64_t>(0, std::min(r.v_local, r.valid_vocab - p.vocab_start));
 
-  if (!p.bias.absent() || p.bias.data != nullptr) {
+  if (!p.bias.absent()) {
     LMHEAD_RETURN_IF_ERROR(check_vector("bias", p.bias, r.v_local));
     if (!is_floating(p.bias.dtype) || (p.bias.dtype == DType::kFloat64 && !fp64))
       return mistyped("bias", fp64 ? "float64" : "float32, bfloat16 or float16", to_string(p.bias.dtype));
@@ -111,19 +129,21 @@ Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
   LMHEAD_RETURN_IF_ERROR(check_vector("targets", p.targets, r.n));
   if (p.targets.dtype != DType::kInt32 && p.targets.dtype != DType::kInt64)
     return mistyped("targets", "int32 or int64", to_string(p.targets.dtype));
-  if (!p.active.absent() || p.active.data != nullptr) {
+  if (!p.active.absent()) {
     if (is_floating(p.active.dtype)) return mistyped("active", "bool or an integer type", to_string(p.active.dtype));
     LMHEAD_RETURN_IF_ERROR(check_vector("active", p.active, r.n));
   }
-  if (!p.row_temperature.absent() || p.row_temperature.data != nullptr) {
+  if (!p.row_temperature.absent()) {
     LMHEAD_RETURN_IF_ERROR(check_vector("temperature", p.row_temperature, r.n));
     if (p.row_temperature.dtype != DType::kFloat32 && !(fp64 && p.row_temperature.dtype == DType::kFloat64))
       return mistyped("temperature", fp64 ? "float32 or float64" : "float32", to_string(p.row_temperature.dtype));
   }
 
-  LMHEAD_RETURN_IF_ERROR(check_positive("temperature", p.temperature));
+  LMHEAD_RETURN_IF_ERROR(check_positive("temperature", p.temperature, fp64));
   if (!std::isfinite(p.logit_scale)) return invalid("logit_scale", "a finite number", str(p.logit_scale));
-  if (p.softcap) LMHEAD_RETURN_IF_ERROR(check_positive("softcap", *p.softcap));
+  if (!fp64 && std::abs(p.logit_scale) > std::numeric_limits<float>::max())
+    return invalid("logit_scale", "a number in the range of float32", str(p.logit_scale));
+  if (p.softcap) LMHEAD_RETURN_IF_ERROR(check_positive("softcap", *p.softcap, fp64));
   if (p.inference_only && p.entropy == EntropyMode::kGrad)
     return invalid("entropy_requires_grad", "false together with inference_only", "true");
 
@@ -221,21 +241,22 @@ Status validate_backward(const ResolvedProblem& r, const BackwardInputs& in, con
   LMHEAD_RETURN_IF_ERROR(check_upstream("entropy", in.entropy, r));
   if (!in.dentropy.absent()) {
     if (p.entropy != EntropyMode::kGrad) return invalid("dentropy", "none unless entropy_requires_grad", "a gradient");
-    if (in.entropy.absent()) return invalid("entropy", "the forward's entropy together with dentropy", "none");
+    if (in.entropy.absent() && r.n > 0)
+      return invalid("entropy", "the forward's entropy together with dentropy", "none");
   }
   LMHEAD_RETURN_IF_ERROR(
       check_gradient("hidden gradient", out.hidden, r.n, r.h, p.hidden.dtype, out.accumulate_hidden, r.result));
   LMHEAD_RETURN_IF_ERROR(
       check_gradient("weight gradient", out.weight, r.v_local, r.h, p.weight.dtype, out.accumulate_weight, r.result));
   if (!out.bias.absent()) {
-    if (p.bias.absent()) return invalid("bias gradient", "none without a bias", "one");
+    if (p.bias.absent() && r.v_local > 0) return invalid("bias gradient", "none without a bias", "one");
     LMHEAD_RETURN_IF_ERROR(
         check_vector("bias gradient", {out.bias.data, out.bias.size, out.bias.stride, out.bias.dtype}, r.v_local));
     if (out.bias.dtype != r.result && (out.accumulate_bias || out.bias.dtype != p.bias.dtype))
       return mistyped("bias gradient", to_string(out.accumulate_bias ? r.result : p.bias.dtype),
                       to_string(out.bias.dtype));
     if (out.bias.stride == 0 && r.v_local > 1) return invalid("bias gradient", "a stride other than 0", "0");
-  } else if (out.accumulate_bias) {
+  } else if (out.accumulate_bias && r.v_local > 0) {
     return invalid("bias gradient", "a buffer to accumulate into", "none");
   }
   return {};

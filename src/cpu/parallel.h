@@ -18,7 +18,8 @@ inline int thread_count(int requested) {
 template <class Fn>
 void parallel_for(int threads, std::int64_t count, std::int64_t grain, Fn&& fn) {
   if (count <= 0) return;
-  const std::int64_t parts = std::clamp<std::int64_t>(count / std::max<std::int64_t>(grain, 1), 1, thread_count(threads));
+  const std::int64_t parts =
+      std::clamp<std::int64_t>(count / std::max<std::int64_t>(grain, 1), 1, thread_count(threads));
   std::vector<std::thread> workers;
   workers.reserve(static_cast<std::size_t>(parts - 1));
   for (std::int64_t k = 1; k < parts; ++k)

@@ -68,7 +68,7 @@ SoftmaxStateT<T> row_state(const ResolvedProblem& r, std::int64_t i) {
   State octants[kOctants];
   for (State& s : octants) s = empty_state<double>();
   LogitRow logit(r, i);
-  const std::int64_t start = r.given.vocab_start, target = load_int(r.given.targets, i) - start;
+  const std::int64_t start = r.given.vocab_start, target = target_column(r, i);
   for_each_segment(r.order(), start, start + r.v_valid, [&](std::int64_t octant, std::int64_t b, std::int64_t e) {
     octants[octant] = merge(octants[octant], segment_state(logit, b - start, e - start, target));
   });
@@ -99,7 +99,7 @@ Status backward(const ResolvedProblem& r, const BackwardInputs& in, const Backwa
     std::fill(dx.begin(), dx.end(), 0.0);
     if (next < rows.size() && rows[next] == i) {
       ++next;
-      const std::int64_t target = load_int(p.targets, i) - p.vocab_start;
+      const std::int64_t target = target_column(r, i);
       const double a = in.dlogprob.absent() ? 0 : load_float(in.dlogprob, i);
       const double g = in.dentropy.absent() ? 0 : load_float(in.dentropy, i);
       LogitRow logit(r, i);

@@ -1,7 +1,9 @@
 // Row bookkeeping shared by the CPU backends: which rows are computed, and per-row results.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/element.h"
@@ -15,8 +17,17 @@ inline bool is_active(const ResolvedProblem& r, std::int64_t i) {
          load_int(r.given.targets, i) != r.given.ignore_index;
 }
 
+/// T_i; NaN for a value that is not finite and > 0, so that an unchecked one makes its own row NaN.
 inline double temperature(const ResolvedProblem& r, std::int64_t i) {
-  return r.given.row_temperature.absent() ? r.given.temperature : load_float(r.given.row_temperature, i);
+  if (r.given.row_temperature.absent()) return r.given.temperature;
+  const double t = load_float(r.given.row_temperature, i);
+  return t > 0 && std::isfinite(t) ? t : std::numeric_limits<double>::quiet_NaN();
+}
+
+/// The target's column in this shard, or -1. Any id is safe here: no difference of ids can overflow.
+inline std::int64_t target_column(const ResolvedProblem& r, std::int64_t i) {
+  const std::int64_t id = load_int(r.given.targets, i), start = r.given.vocab_start;
+  return id >= start && id < start + r.v_valid ? id - start : -1;
 }
 
 /// True when the row's target is a column of the head. With OutOfVocab::kError an unchecked bad id
