@@ -89,7 +89,6 @@ Status forward_partial(const ResolvedProblem& r, const Matrix& state, const Exec
 }
 
 Status backward(const ResolvedProblem& r, const BackwardInputs& in, const BackwardOutputs& out, const Execution&) {
-  const Problem& p = r.given;
   const std::size_t h = static_cast<std::size_t>(r.h), v = static_cast<std::size_t>(r.v_local);
   std::vector<double> dx(out.hidden.absent() ? 0 : h), dw(out.weight.absent() ? 0 : v * h),
       db(out.bias.absent() ? 0 : v);
