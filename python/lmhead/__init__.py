@@ -1,0 +1,169 @@
+"""lmhead: per-token log-probabilities and policy entropy of a language-model head.
+
+`linear_logprobs` takes hidden states and the LM-head weight and never holds the [tokens, vocabulary] logits.
+PyTorch is optional: without it NumPy arrays can be scored (forward only).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as _np
+
+from . import _core, _options
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .module import LinearLogprobs
+
+    Array = Any  # torch.Tensor or numpy.ndarray, one kind a call
+
+__all__ = ["LinearLogprobs", "info", "last_backend", "linear_logprobs"]
+__version__: str = _core.version()
+
+# Names that need PyTorch, and the module that holds each: imported at first use.
+_LAZY = {"LinearLogprobs": "module"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+def linear_logprobs(
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    *,
+    bias: Array | None = None,
+    return_entropy: bool = False,
+    entropy_requires_grad: bool = False,
+    inference_only: bool = False,
+    temperature: float | Array = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    out_of_vocab: str = "error",
+    valid_vocab: int | None = None,
+    active: Array | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    group: ProcessGroup | None = None,
+    reduce_hidden_grad: bool | None = None,
+    weight_main_grad: Array | None = None,
+    workspace_bytes: int | None = None,
+    cache_bytes: int = 0,
+    check: bool | None = None,
+    backend: str = "auto",
+) -> Array | tuple[Array, Array]:
+    """Log-probability of each target, and optionally the entropy, under `softmax(hidden @ weight.T)`.
+
+    The same numbers as
+
+        logits = logit_scale * (hidden.float() @ weight.float().T + bias)
+        logits = softcap * tanh(logits / softcap)                       # with a softcap
+        logp = log_softmax(logits / temperature[..., None], dim=-1)
+        logprob, entropy = logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+
+    in fp32 from the accumulator on, without the logits in memory. Differentiable in hidden, weight and bias;
+    forward only for NumPy arrays.
+
+    Args:
+        hidden: [..., H] bf16, fp16, fp32 (fp64: reference backend). Read in place when its rows are evenly
+            spaced; anything else is copied for the duration of the call.
+        weight: [V, H], any of these types; columns contiguous, rows at any stride. This rank's rows with `group`.
+            The products run in the weight's type, under autocast in autocast's.
+        targets: [...] int32 or int64, global ids. `ignore_index` makes a row inactive.
+        bias: [V], optional.
+        return_entropy: also return the entropy. Alone, it is a metric: no gradient, and log-prob and every
+            gradient have the bits of a call without it.
+        entropy_requires_grad: make it differentiable, in the same backward.
+        inference_only: no backward will come: nothing is saved, and the results need no gradient.
+        temperature: a number > 0, or one per row: a tensor [...] or with one element. No gradient.
+        softcap: > 0, or None for none.
+        logit_scale: multiplies the logits, bias included.
+        ignore_index: target id that makes a row inactive: logprob, entropy and its gradients are 0.
+        out_of_vocab: what any other id outside [0, valid_vocab) is: "error", or "zero": logprob 0, entropy still
+            true, and the softmax part of the gradient stays.
+        valid_vocab: global columns from here on are padding and take no part. Default: vocab_size.
+        active: [...] bool or integer: rows with active > 0 are computed, all others are 0 and cost nothing.
+        vocab_start, vocab_size: this rank holds ids [vocab_start, vocab_start + V) of vocab_size.
+        group: torch.distributed group of the vocabulary shards, in vocabulary order. Every rank gets the same
+            results; the gradient of hidden is this rank's part unless reduce_hidden_grad.
+        reduce_hidden_grad: sum the gradient of hidden over `group` (an all-reduce in the backward).
+        weight_main_grad: [V, H] fp32: the weight's gradient is added to it, and the weight gets none.
+        workspace_bytes: budget for scratch memory. Default: 64 MiB on the CPU, 512 MiB on a GPU.
+        cache_bytes: at most this much may be kept from the forward to speed up the backward. No backend of this
+            version keeps any.
+        check: read and check ids and temperatures. Default: on the CPU only, since a GPU would have to wait;
+            unchecked, a bad one makes its own row NaN.
+        backend: "auto", or one of `info()`; a backend that cannot run the call is an error.
+
+    Returns:
+        logprob [...] fp32 in nats (fp64 for fp64 inputs); with return_entropy the pair (logprob, entropy).
+
+    Raises:
+        ValueError, TypeError: an argument breaks this contract; the message names it.
+        NotImplementedError: `backend` cannot run it.
+        MemoryError, torch.OutOfMemoryError: there is no room for results or workspace.
+    """
+    entropy = _options.entropy_mode(return_entropy, entropy_requires_grad, inference_only)
+    _options.byte_count("cache_bytes", cache_bytes, 0)
+    options = {
+        "bias": bias,
+        "active": active,
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "ignore_index": ignore_index,
+        "out_of_vocab": _options.out_of_vocab_rule(out_of_vocab),
+        "valid_vocab": valid_vocab,
+        "vocab_start": vocab_start,
+        "vocab_size": vocab_size,
+        "entropy": entropy,
+        "inference_only": inference_only,
+        "workspace_bytes": 0 if workspace_bytes is None else _options.byte_count("workspace_bytes", workspace_bytes, 1),
+        "check": check,
+        "backend": backend,
+    }
+    if isinstance(hidden, _np.ndarray):
+        from . import _numpy
+
+        if group is not None or weight_main_grad is not None or reduce_hidden_grad:
+            raise TypeError("hidden: expected torch.Tensor with group or weight_main_grad, got numpy.ndarray")
+        return _numpy.linear_logprobs(hidden, weight, targets, **options)
+    if not hasattr(hidden, "data_ptr"):
+        raise TypeError(f"hidden: expected torch.Tensor or numpy.ndarray, got {type(hidden).__name__}")
+    from . import torch_ops
+
+    return torch_ops.linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        group=group,
+        reduce_hidden_grad=reduce_hidden_grad,
+        weight_main_grad=weight_main_grad,
+        **options,
+    )
+
+
+def last_backend() -> str:
+    """Name of the backend that ran the last successful call on this thread; "" before the first."""
+    return _core.last_backend()
+
+
+def info() -> dict[str, Any]:
+    """Version and backends of this build, in the order in which "auto" tries them.
+
+    Returns {"version", "cpu_count", "backends": [{"name", "device", "available", "description"}, ...]}; the
+    description of an unavailable backend is the reason.
+    """
+    return {"version": __version__, "cpu_count": os.cpu_count(), "backends": _core.backends()}

@@ -1,0 +1,96 @@
+"""Options of a scoring call, checked once and turned into the extension's types.
+
+What needs no tensor type is here, so that NumPy arrays and PyTorch tensors share it. Shapes, dtypes and
+values are checked by the C++ library itself; its messages name the argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _core
+
+ENTROPY_MODES = {mode: getattr(_core.EntropyMode, mode) for mode in ("off", "metric", "grad")}
+OUT_OF_VOCAB = {rule: getattr(_core.OutOfVocab, rule) for rule in ("error", "zero")}
+DTYPES = {
+    name: getattr(_core.DType, name)
+    for name in (
+        "float32", "bfloat16", "float16", "float64", "int32", "int64", "int16", "int8", "uint8", "bool",
+    )
+}  # fmt: skip
+
+
+def entropy_mode(return_entropy: bool, entropy_requires_grad: bool, inference_only: bool) -> str:
+    """ "off", "metric" or "grad"; ValueError for combinations that contradict themselves."""
+    if entropy_requires_grad and not return_entropy:
+        raise ValueError("entropy_requires_grad: expected return_entropy=True with it, got return_entropy=False")
+    if entropy_requires_grad and inference_only:
+        raise ValueError("entropy_requires_grad: expected inference_only=False with it, got inference_only=True")
+    return "grad" if entropy_requires_grad else "metric" if return_entropy else "off"
+
+
+def out_of_vocab_rule(rule: str) -> str:
+    if rule not in OUT_OF_VOCAB:
+        raise ValueError(f'out_of_vocab: expected "error" or "zero", got {rule!r}')
+    return rule
+
+
+def byte_count(name: str, value: Any, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected a number of bytes, got {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{name}: expected >= {at_least} bytes, got {value}")
+    return value
+
+
+def dtype_of(name: str, dtype: str) -> _core.DType:
+    """The extension's dtype for NumPy's or PyTorch's name of it, such as "bfloat16"."""
+    try:
+        return DTYPES[dtype]
+    except KeyError:
+        raise TypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {dtype}") from None
+
+
+def problem(
+    *,
+    hidden: _core.ConstMatrix,
+    weight: _core.ConstMatrix,
+    targets: _core.ConstVector,
+    bias: _core.ConstVector | None,
+    active: _core.ConstVector | None,
+    row_temperature: _core.ConstVector | None,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    out_of_vocab: str,
+    valid_vocab: int | None,
+    vocab_start: int,
+    vocab_size: int | None,
+    entropy: str,
+    inference_only: bool,
+    compute_dtype: _core.DType | None = None,
+) -> _core.Problem:
+    """Problem of include/lmhead/types.h. It borrows the memory behind the views."""
+    p = _core.Problem()
+    p.hidden = hidden
+    p.weight = weight
+    p.targets = targets
+    if bias is not None:
+        p.bias = bias
+    if active is not None:
+        p.active = active
+    if row_temperature is not None:
+        p.row_temperature = row_temperature
+    p.temperature = temperature
+    p.softcap = softcap
+    p.logit_scale = logit_scale
+    p.ignore_index = ignore_index
+    p.out_of_vocab = OUT_OF_VOCAB[out_of_vocab]
+    p.valid_vocab = valid_vocab
+    p.vocab_start = vocab_start
+    p.vocab_size = vocab_size
+    p.entropy = ENTROPY_MODES[entropy]
+    p.inference_only = inference_only
+    p.compute_dtype = compute_dtype
+    return p

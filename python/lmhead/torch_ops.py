@@ -1,0 +1,499 @@
+"""`torch.library` operators under `lmhead::`, and the function form on top of them.
+
+    lmhead::linear_logprobs            forward: (logprob, entropy, lse)
+    lmhead::linear_logprobs_backward   (hidden, weight, bias) gradients
+    lmhead::linear_logprobs_backward_  the same, and adds the weight's gradient to weight_main_grad
+
+Tensors cross into the extension as address, sizes, strides, dtype, device and stream, so one build serves every
+PyTorch version. Results and workspace come from PyTorch's allocator, on the current stream of the tensors' device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _core, _options
+
+# Numbers of a partial-softmax state.
+STATE_WIDTH = 4
+
+# Everything that shapes a call beside its tensors. Flat and plain, since operator schemas hold nothing else.
+_OPTIONS = (
+    "temperature", "softcap", "logit_scale", "ignore_index", "out_of_vocab", "valid_vocab", "vocab_start",
+    "vocab_size", "entropy", "compute_dtype", "workspace_bytes", "check", "backend", "group",
+)  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str, tensor: Tensor) -> _core.DType:
+    return _options.dtype_of(name, dtype_name(tensor.dtype))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., H] as [N, H] with contiguous columns: a view where strides allow it, else a copy."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty((0, tensor.shape[-1]))
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1] or rows.shape[1] > 1 and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows
+
+
+def _matrix(name: str, tensor: Tensor) -> _core.ConstMatrix:
+    return _core.ConstMatrix(
+        tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor.stride(0), _dtype(name, tensor)
+    )
+
+
+def _vector(name: str, flat: Tensor | None) -> _core.ConstVector | None:
+    if flat is None:
+        return None
+    return _core.ConstVector(flat.data_ptr(), flat.shape[0], flat.stride(0), _dtype(name, flat))
+
+
+def _output_vector(flat: Tensor) -> _core.Vector:
+    return _core.Vector(flat.data_ptr(), flat.shape[0], flat.stride(0), _dtype("output", flat))
+
+
+def _output_matrix(tensor: Tensor) -> _core.Matrix:
+    return _core.Matrix(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor.stride(0), _dtype("output", tensor))
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(-1)
+
+
+class _Call:
+    """A problem and how to run it. Holds the tensors that the extension's views borrow."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        active: Tensor | None,
+        row_temperature: Tensor | None,
+        options: dict[str, Any],
+    ):
+        self.hidden, self.weight, self.bias = _rows(hidden), weight, bias
+        self.targets, self.active, self.row_temperature = _flat(targets), _flat(active), row_temperature
+        self.result_dtype = result_dtype(hidden)
+        self.device = hidden.device
+        if row_temperature is not None:
+            t = row_temperature.to(self.result_dtype)
+            # One for all rows needs no copy: stride 0.
+            self.row_temperature = t.reshape(1).expand(self.hidden.shape[0]) if t.numel() == 1 else t.reshape(-1)
+        compute = options["compute_dtype"]
+        self.problem = _options.problem(
+            hidden=_matrix("hidden", self.hidden),
+            weight=_matrix("weight", weight),
+            bias=_vector("bias", bias),
+            targets=_vector("targets", self.targets),
+            active=_vector("active", self.active),
+            row_temperature=_vector("temperature", self.row_temperature),
+            compute_dtype=None if compute is None else _options.dtype_of("compute_dtype", dtype_name(compute)),
+            inference_only=False,
+            **{
+                name: options[name]
+                for name in (
+                    "temperature", "softcap", "logit_scale", "ignore_index", "out_of_vocab", "valid_vocab",
+                    "vocab_start", "vocab_size", "entropy",
+                )
+            },
+        )  # fmt: skip
+        self.execution = _core.Execution()
+        self.execution.backend = options["backend"]
+        self.execution.set_check(options["check"])
+        self.execution.set_workspace_budget(options["workspace_bytes"])
+        self._workspace: Tensor | None = None
+        if self.device.type == "cuda":
+            self.execution.set_device(_core.Device.cuda)
+            self.execution.set_stream(torch.cuda.current_stream(self.device).cuda_stream)
+            self.execution.set_allow_tf32(torch.backends.cuda.matmul.allow_tf32)
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def reserve_workspace(self, operation: _core.Operation, gradients: _core.BackwardOutputs | None = None) -> None:
+        """On the GPU from PyTorch's allocator; on the CPU the library allocates for itself."""
+        size = _core.workspace_size(self.problem, operation, gradients or _core.BackwardOutputs(), self.execution)
+        if self.device.type == "cuda" and size:
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.execution.set_workspace(self._workspace.data_ptr(), size)
+
+
+def result_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("lmhead::linear_logprobs", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    active: Tensor | None,
+    row_temperature: Tensor | None,
+    weight_main_grad: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    out_of_vocab: str,
+    valid_vocab: int | None,
+    vocab_start: int,
+    vocab_size: int | None,
+    entropy: str,
+    compute_dtype: torch.dtype | None,
+    workspace_bytes: int,
+    check: bool | None,
+    backend: str,
+    group: str | None,
+    reduce_hidden_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scope = locals()
+    call = _Call(hidden, weight, bias, targets, active, row_temperature, {name: scope[name] for name in _OPTIONS})
+    n = call.hidden.shape[0]
+    with call.guard():
+        logprob, lse = (torch.empty(n, dtype=call.result_dtype, device=call.device) for _ in range(2))
+        entropies = torch.empty(0 if entropy == "off" else n, dtype=call.result_dtype, device=call.device)
+        outputs = _core.ForwardOutputs()
+        outputs.logprob, outputs.lse = _output_vector(logprob), _output_vector(lse)
+        if entropy != "off":
+            outputs.entropy = _output_vector(entropies)
+        if group is None:
+            call.reserve_workspace(_core.Operation.forward)
+            _core.forward(call.problem, outputs, call.execution)
+        else:
+            from . import distributed
+
+            call.reserve_workspace(_core.Operation.forward_partial)
+            state = torch.empty((n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+            _core.forward_partial(call.problem, _output_matrix(state), call.execution)
+            states = distributed.all_gather_states(state, group)  # [S * N, 4]
+            _core.combine(call.problem, _matrix("states", states), outputs, call.execution)
+    shape = targets.shape
+    return logprob.view(shape), entropies if entropy == "off" else entropies.view(shape), lse.view(shape)
+
+
+@_forward.register_fake
+def _(hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options):
+    entropy = options[_OPTIONS.index("entropy")]
+    logprob, lse = (hidden.new_empty(targets.shape, dtype=result_dtype(hidden)) for _ in range(2))
+    entropies = hidden.new_empty((0,) if entropy == "off" else targets.shape, dtype=result_dtype(hidden))
+    return logprob, entropies, lse
+
+
+def _run_backward(
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    active: Tensor | None,
+    row_temperature: Tensor | None,
+    lse: Tensor,
+    entropies: Tensor | None,
+    weight_main_grad: Tensor | None,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    reduce_hidden_grad: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = _Call(hidden, weight, bias, targets, active, row_temperature, options)
+    with call.guard():
+        none = torch.empty(0, device=call.device)
+        dx = torch.empty(hidden.shape, dtype=hidden.dtype, device=call.device) if need_hidden else none
+        dw = torch.empty(weight.shape, dtype=weight.dtype, device=call.device) if need_weight else none
+        db = torch.empty(bias.shape, dtype=bias.dtype, device=call.device) if need_bias else none
+        flat = {
+            "lse": _flat(lse),
+            "entropy": None if dentropy is None else _flat(entropies),
+            "dlogprob": _upstream(dlogprob, call),
+            "dentropy": _upstream(dentropy, call),
+        }
+        inputs = _core.BackwardInputs()
+        for name, vector in flat.items():
+            if vector is not None:
+                setattr(inputs, name, _vector(name, vector))
+        outputs = _core.BackwardOutputs()
+        if need_hidden:
+            outputs.hidden = _output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else _rows(dx))
+        if weight_main_grad is not None and weight.numel():
+            outputs.weight, outputs.accumulate_weight = _output_matrix(weight_main_grad), True
+        elif need_weight:
+            outputs.weight = _output_matrix(dw)
+        if need_bias:
+            outputs.bias = _output_vector(db)
+        call.reserve_workspace(_core.Operation.backward, outputs)
+        _core.backward(call.problem, inputs, outputs, call.execution)
+        if need_hidden and reduce_hidden_grad:
+            from . import distributed
+
+            distributed.all_reduce_hidden_grad(dx, options["group"])
+    return dx, dw, db
+
+
+def _upstream(gradient: Tensor | None, call: _Call) -> Tensor | None:
+    """Any stride, also the 0 of an expanded scalar, is read as it is."""
+    return None if gradient is None else gradient.to(call.result_dtype).reshape(-1)
+
+
+@torch.library.custom_op("lmhead::linear_logprobs_backward", mutates_args=())
+def _backward(
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    active: Tensor | None,
+    row_temperature: Tensor | None,
+    lse: Tensor,
+    entropies: Tensor | None,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    reduce_hidden_grad: bool,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    out_of_vocab: str,
+    valid_vocab: int | None,
+    vocab_start: int,
+    vocab_size: int | None,
+    entropy: str,
+    compute_dtype: torch.dtype | None,
+    workspace_bytes: int,
+    check: bool | None,
+    backend: str,
+    group: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scope = locals()
+    return _run_backward(
+        dlogprob, dentropy, hidden, weight, bias, targets, active, row_temperature, lse, entropies, None,
+        need_hidden, need_weight, need_bias, reduce_hidden_grad, {name: scope[name] for name in _OPTIONS},
+    )  # fmt: skip
+
+
+@torch.library.custom_op("lmhead::linear_logprobs_backward_", mutates_args=("weight_main_grad",))
+def _backward_main_grad(
+    weight_main_grad: Tensor,
+    dlogprob: Tensor | None,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    active: Tensor | None,
+    row_temperature: Tensor | None,
+    lse: Tensor,
+    entropies: Tensor | None,
+    need_hidden: bool,
+    need_bias: bool,
+    reduce_hidden_grad: bool,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    out_of_vocab: str,
+    valid_vocab: int | None,
+    vocab_start: int,
+    vocab_size: int | None,
+    entropy: str,
+    compute_dtype: torch.dtype | None,
+    workspace_bytes: int,
+    check: bool | None,
+    backend: str,
+    group: str | None,
+) -> tuple[Tensor, Tensor]:
+    scope = locals()
+    dx, _, db = _run_backward(
+        dlogprob, dentropy, hidden, weight, bias, targets, active, row_temperature, lse, entropies, weight_main_grad,
+        need_hidden, False, need_bias, reduce_hidden_grad, {name: scope[name] for name in _OPTIONS},
+    )  # fmt: skip
+    return dx, db
+
+
+def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
+    return tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0, dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(dlogprob, dentropy, hidden, weight, bias, *rest):
+    need_hidden, need_weight, need_bias = rest[5:8]
+    return (
+        _gradient_like(hidden, need_hidden, hidden),
+        _gradient_like(weight, need_weight, hidden),
+        _gradient_like(bias, need_bias, hidden),
+    )
+
+
+@_backward_main_grad.register_fake
+def _(weight_main_grad, dlogprob, dentropy, hidden, weight, bias, *rest):
+    need_hidden, need_bias = rest[5:7]
+    return _gradient_like(hidden, need_hidden, hidden), _gradient_like(bias, need_bias, hidden)
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options, reduce_hidden_grad = inputs
+    logprob, entropies, lse = output
+    ctx.options, ctx.reduce_hidden_grad = tuple(options), reduce_hidden_grad
+    ctx.differentiable_entropy = options[_OPTIONS.index("entropy")] == "grad"
+    ctx.mark_non_differentiable(*((lse,) if ctx.differentiable_entropy else (lse, entropies)))
+    ctx.set_materialize_grads(False)
+    # Not a saved tensor: every backward changes it in place.
+    ctx.weight_main_grad = weight_main_grad
+    saved_entropy = entropies if ctx.differentiable_entropy else None
+    ctx.save_for_backward(hidden, weight, bias, targets, active, row_temperature, lse, saved_entropy)
+
+
+def _autograd_backward(ctx, dlogprob, dentropy, dlse):
+    if not ctx.differentiable_entropy:
+        dentropy = None
+    need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+    gradients = [None] * len(ctx.needs_input_grad)
+    if dlogprob is None and dentropy is None:
+        return tuple(gradients)
+    arguments = (dlogprob, dentropy, *ctx.saved_tensors)
+    if need_weight and ctx.weight_main_grad is not None:
+        dx, db = _backward_main_grad(
+            ctx.weight_main_grad, *arguments, need_hidden, need_bias, ctx.reduce_hidden_grad, *ctx.options
+        )
+        dw = None
+    else:
+        dx, dw, db = _backward(
+            *arguments, need_hidden, need_weight, need_bias, ctx.reduce_hidden_grad, *ctx.options
+        )
+    gradients[:3] = dx if need_hidden else None, dw if need_weight else None, db if need_bias else None
+    return tuple(gradients)
+
+
+def _no_double_backward(ctx, *_):
+    raise NotImplementedError(
+        "lmhead.linear_logprobs: expected one backward through it, got a second derivative (create_graph=True), "
+        "which it does not have"
+    )
+
+
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
+_backward.register_autograd(_no_double_backward, setup_context=lambda ctx, inputs, output: None)
+
+
+def _check_tensor(name: str, tensor: Any, hidden: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected torch.Tensor like hidden, got {type(tensor).__name__}")
+    if hasattr(tensor, "full_tensor") and hasattr(tensor, "placements"):
+        raise TypeError(
+            f"{name}: expected a plain torch.Tensor, got a DTensor (FSDP2 or tensor parallel). Gather it with "
+            f"{name}.full_tensor(), or call inside the sharded module's forward, or pass {name}.to_local() "
+            "with vocab_start, vocab_size and group for rows sharded over the vocabulary"
+        )
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name}: expected a tensor on {hidden.device} like hidden, got {tensor.device}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise ValueError(f"{name}: expected no gradient (it gets none), got a tensor that requires grad")
+        if value.numel() != 1 or value.device.type != "cpu":
+            raise TypeError(f"{name}: expected a number, got a tensor {list(value.shape)} on {value.device}")
+    return float(value)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    active: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    out_of_vocab: str,
+    valid_vocab: int | None,
+    vocab_start: int,
+    vocab_size: int | None,
+    entropy: str,
+    inference_only: bool,
+    group: Any,
+    reduce_hidden_grad: bool | None,
+    weight_main_grad: Tensor | None,
+    workspace_bytes: int,
+    check: bool | None,
+    backend: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See lmhead.linear_logprobs, whose options these are."""
+    _check_tensor("hidden", hidden, hidden)
+    if hidden.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"hidden: expected a tensor on the CPU or a CUDA device, got {hidden.device}")
+    _check_tensor("weight", weight, hidden)
+    _check_tensor("targets", targets, hidden)
+    for name, tensor in (("bias", bias), ("active", active), ("weight_main_grad", weight_main_grad)):
+        if tensor is not None:
+            _check_tensor(name, tensor, hidden)
+    if hidden.dim() < 1 or weight.dim() != 2:
+        hint = " (a sharded or flattened parameter? gather it first)" if weight.dim() == 1 else ""
+        raise ValueError(
+            f"weight: expected [V, H] for hidden [..., H], got {list(weight.shape)} "
+            f"and hidden {list(hidden.shape)}{hint}"
+        )
+    if weight.shape[1] > 1 and weight.stride(1) != 1:
+        raise ValueError(
+            f"weight: expected contiguous columns (stride 1 along H), got strides {tuple(weight.stride())}; "
+            "a copy would double the largest tensor: pass weight.contiguous() if that is meant"
+        )
+    shape = hidden.shape[:-1]
+    row_temperature = None
+    if isinstance(temperature, Tensor) and not (temperature.dim() == 0 and temperature.device.type == "cpu"):
+        _check_tensor("temperature", temperature, hidden)
+        if temperature.requires_grad:
+            raise ValueError("temperature: expected no gradient (it gets none), got a tensor that requires grad")
+        row_temperature, temperature = temperature, 1.0
+    for name, tensor in (("targets", targets), ("active", active), ("temperature", row_temperature)):
+        if tensor is None or tensor.shape == shape or (name == "temperature" and tensor.numel() == 1):
+            continue
+        raise ValueError(f"{name}: expected {list(shape)} to match hidden {list(hidden.shape)}, got {list(tensor.shape)}")
+    if weight_main_grad is not None and (
+        weight_main_grad.shape != weight.shape or weight_main_grad.dtype != result_dtype(hidden)
+    ):
+        raise ValueError(
+            f"weight_main_grad: expected {list(weight.shape)} {dtype_name(result_dtype(hidden))}, "
+            f"got {list(weight_main_grad.shape)} {dtype_name(weight_main_grad.dtype)}"
+        )
+    if group is None:
+        if reduce_hidden_grad:
+            raise ValueError("reduce_hidden_grad: expected a group with it, got group=None")
+        group_name = None
+    else:
+        if vocab_size is None:
+            raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
+        group_name = group if isinstance(group, str) else group.group_name
+    device = hidden.device.type
+    compute_dtype = None
+    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        compute_dtype = torch.get_autocast_dtype(device)
+    arguments = (
+        hidden, weight, bias, targets, active, row_temperature, weight_main_grad, _number("temperature", temperature),
+        None if softcap is None else _number("softcap", softcap), _number("logit_scale", logit_scale), ignore_index,
+        out_of_vocab, valid_vocab, vocab_start, vocab_size, entropy, compute_dtype, workspace_bytes, check, backend,
+        group_name, bool(reduce_hidden_grad),
+    )  # fmt: skip
+    if inference_only:
+        with torch.no_grad():
+            logprob, entropies, _ = _forward(*arguments)
+    else:
+        logprob, entropies, _ = _forward(*arguments)
+    return logprob if entropy == "off" else (logprob, entropies)
