@@ -43,6 +43,7 @@ inline void require_ok(const Status& status) {
   throw CommandError(argument ? kExitBadInput : kExitFailed, status.message());
 }
 
-void add_info(CLI::App& app);  // info.cc
+void add_score(CLI::App& app);  // score.cc
+void add_info(CLI::App& app);   // info.cc
 
 }  // namespace lmhead::tools
