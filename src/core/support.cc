@@ -35,7 +35,7 @@ Result<ResolvedSupport> resolve(const SupportProblem& p, const Execution& execut
 Result<const SupportImplementation*> choose(const Execution& execution) {
   static const SupportImplementation* const kList[] = {
 #if LMHEAD_HAS_CUDA
-    &kSupportCuda,
+    // kSupportCuda
 #endif
     &kSupportCpu,
   };

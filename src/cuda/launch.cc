@@ -1,0 +1,319 @@
+#include "cuda/launch.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+namespace lmhead::cuda {
+namespace {
+
+/// Grid-stride kernels take the rest in further rounds; far below the 2^31 - 1 of gridDim.x.
+constexpr std::int64_t kMaxGridBlocks = std::int64_t{1} << 20;
+/// Varying batch sizes must not grow the cache without bound.
+constexpr std::size_t kMaxCachedAlgorithms = 4096;
+
+cudaDataType_t data_type(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16: return CUDA_R_16BF;
+    case DType::kFloat16: return CUDA_R_16F;
+    default: return CUDA_R_32F;
+  }
+}
+
+/// Largest power of two, at most 256, that divides the address and the byte stride.
+std::uint32_t alignment(const void* data, std::int64_t row_stride, DType dtype) {
+  const auto bits = reinterpret_cast<std::uintptr_t>(data) |
+                    static_cast<std::uintptr_t>(row_stride) * static_cast<std::uintptr_t>(size_of(dtype)) | 256u;
+  return static_cast<std::uint32_t>(bits & (~bits + 1));
+}
+
+/// Handles are leased for one call, so that threads neither share one nor leave one behind when they
+/// end. Never destroyed: at exit the driver may be gone before static destructors run.
+class HandlePool {
+ public:
+  class Lease {
+   public:
+    Lease(HandlePool* pool, int device, cublasLtHandle_t handle) : pool_(pool), device_(device), handle_(handle) {}
+    Lease(Lease&& other) noexcept : pool_(other.pool_), device_(other.device_), handle_(other.handle_) {
+      other.pool_ = nullptr;
+    }
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    ~Lease() {
+      if (pool_ != nullptr) pool_->give_back(device_, handle_);
+    }
+    cublasLtHandle_t get() const { return handle_; }
+
+   private:
+    HandlePool* pool_;
+    int device_;
+    cublasLtHandle_t handle_;
+  };
+
+  Result<Lease> acquire(int device) {
+    {
+      const std::lock_guard lock(mutex_);
+      std::vector<cublasLtHandle_t>& free = free_[device];
+      if (!free.empty()) {
+        const cublasLtHandle_t handle = free.back();
+        free.pop_back();
+        return Lease(this, device, handle);
+      }
+    }
+    cublasLtHandle_t handle = nullptr;
+    LMHEAD_RETURN_IF_ERROR(to_status(cublasLtCreate(&handle), "cublasLtCreate"));
+    return Lease(this, device, handle);
+  }
+
+ private:
+  void give_back(int device, cublasLtHandle_t handle) {
+    const std::lock_guard lock(mutex_);
+    free_[device].push_back(handle);
+  }
+
+  std::mutex mutex_;
+  std::map<int, std::vector<cublasLtHandle_t>> free_;
+};
+
+HandlePool& handles() {
+  static auto* pool = new HandlePool;
+  return *pool;
+}
+
+/// Everything that the choice of an algorithm may depend on.
+using AlgorithmKey = std::array<std::int64_t, 16>;
+
+class AlgorithmCache {
+ public:
+  bool find(const AlgorithmKey& key, cublasLtMatmulAlgo_t* algorithm) {
+    const std::lock_guard lock(mutex_);
+    const auto it = known_.find(key);
+    if (it == known_.end()) return false;
+    *algorithm = it->second;
+    return true;
+  }
+  void insert(const AlgorithmKey& key, const cublasLtMatmulAlgo_t& algorithm) {
+    const std::lock_guard lock(mutex_);
+    if (known_.size() >= kMaxCachedAlgorithms) known_.clear();
+    known_.emplace(key, algorithm);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<AlgorithmKey, cublasLtMatmulAlgo_t> known_;
+};
+
+AlgorithmCache& algorithms() {
+  static auto* cache = new AlgorithmCache;
+  return *cache;
+}
+
+/// Owns the descriptors of one product; they are plain host structures.
+struct Descriptors {
+  cublasLtMatmulDesc_t operation = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
+  cublasLtMatmulPreference_t preference = nullptr;
+  ~Descriptors() {
+    if (preference != nullptr) cublasLtMatmulPreferenceDestroy(preference);
+    for (cublasLtMatrixLayout_t layout : {a, b, out}) {
+      if (layout != nullptr) cublasLtMatrixLayoutDestroy(layout);
+    }
+    if (operation != nullptr) cublasLtMatmulDescDestroy(operation);
+  }
+};
+
+template <class T>
+Status set_operation(const Descriptors& d, cublasLtMatmulDescAttributes_t attribute, T value) {
+  return to_status(cublasLtMatmulDescSetAttribute(d.operation, attribute, &value, sizeof value),
+                   "cublasLtMatmulDescSetAttribute");
+}
+template <class T>
+Status set_preference(const Descriptors& d, cublasLtMatmulPreferenceAttributes_t attribute, T value) {
+  return to_status(cublasLtMatmulPreferenceSetAttribute(d.preference, attribute, &value, sizeof value),
+                   "cublasLtMatmulPreferenceSetAttribute");
+}
+Status make_layout(cublasLtMatrixLayout_t* layout, DType dtype, std::int64_t rows, std::int64_t cols,
+                   std::int64_t leading) {
+  return to_status(cublasLtMatrixLayoutCreate(layout, data_type(dtype), static_cast<std::uint64_t>(rows),
+                                              static_cast<std::uint64_t>(cols), leading),
+                   "cublasLtMatrixLayoutCreate");
+}
+
+Status choose_algorithm(cublasLtHandle_t handle, const Product& p, const Descriptors& d,
+                        const std::array<std::uint32_t, 3>& align, cublasLtMatmulAlgo_t* algorithm) {
+  cublasLtMatmulHeuristicResult_t result{};
+  int found = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle, d.operation, d.a, d.b, d.out, d.out, d.preference, 1, &result, &found);
+  if (status != CUBLAS_STATUS_SUCCESS || found == 0)
+    return {StatusCode::kInternal, "cuBLASLt: no algorithm for a " + std::to_string(p.m) + " x " + std::to_string(p.n) +
+                                       " x " + std::to_string(p.k) + " product of " + to_string(p.in) + " into " +
+                                       to_string(p.out_type) + " with alignments " + std::to_string(align[0]) + ", " +
+                                       std::to_string(align[1]) + ", " + std::to_string(align[2]) + " bytes (" +
+                                       cublasLtGetStatusString(status) + ")"};
+  *algorithm = result.algo;
+  return {};
+}
+
+}  // namespace
+
+Status to_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return {};
+  return {error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kInternal,
+          std::string(what) + ": " + cudaGetErrorString(error)};
+}
+
+Status to_status(cublasStatus_t error, const char* what) {
+  if (error == CUBLAS_STATUS_SUCCESS) return {};
+  return {error == CUBLAS_STATUS_ALLOC_FAILED ? StatusCode::kOutOfMemory : StatusCode::kInternal,
+          std::string(what) + ": " + cublasLtGetStatusString(error)};
+}
+
+Result<const DeviceProperties*> current_device() {
+  int ordinal = 0;
+  if (const cudaError_t error = cudaGetDevice(&ordinal); error != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // not an error of a later launch
+    return Status(StatusCode::kUnsupported, std::string("no usable CUDA device (") + cudaGetErrorString(error) + ")");
+  }
+  static std::mutex mutex;
+  static auto* known = new std::map<int, std::unique_ptr<DeviceProperties>>;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<DeviceProperties>& entry = (*known)[ordinal];
+  if (entry == nullptr) {
+    cudaDeviceProp properties{};
+    if (const cudaError_t error = cudaGetDeviceProperties(&properties, ordinal); error != cudaSuccess) {
+      static_cast<void>(cudaGetLastError());
+      return Status(StatusCode::kUnsupported, std::string("no usable CUDA device (") + cudaGetErrorString(error) + ")");
+    }
+    entry = std::make_unique<DeviceProperties>(
+        DeviceProperties{ordinal, properties.major, properties.minor, properties.multiProcessorCount, properties.name});
+  }
+  return static_cast<const DeviceProperties*>(entry.get());
+}
+
+Status check_device_pointers(const ResolvedProblem& r, const Execution& e) {
+  const auto check = [](const char* name, const void* data) -> Status {
+    if (data == nullptr) return {};
+    cudaPointerAttributes attributes{};
+    LMHEAD_RETURN_IF_ERROR(to_status(cudaPointerGetAttributes(&attributes, data), "cudaPointerGetAttributes"));
+    if (attributes.type != cudaMemoryTypeUnregistered) return {};
+    return {StatusCode::kInvalidArgument, std::string(name) + ": expected device memory, got a host pointer"};
+  };
+  LMHEAD_RETURN_IF_ERROR(check("hidden", r.given.hidden.data));
+  LMHEAD_RETURN_IF_ERROR(check("weight", r.given.weight.data));
+  LMHEAD_RETURN_IF_ERROR(check("targets", r.given.targets.data));
+  LMHEAD_RETURN_IF_ERROR(check("workspace", e.workspace));
+  if (reinterpret_cast<std::uintptr_t>(e.workspace) % kWorkspaceAlignment != 0)
+    return {StatusCode::kInvalidArgument,
+            "workspace: expected a 256-byte aligned address, got remainder " +
+                std::to_string(reinterpret_cast<std::uintptr_t>(e.workspace) % kWorkspaceAlignment)};
+  return {};
+}
+
+Status multiply(const Product& p, cudaStream_t stream) {
+  Result<const DeviceProperties*> device = current_device();
+  if (!device.ok()) return device.status();
+
+  // cuBLASLt is column-major: a row-major [m, n] is its [n, m], so out^T = op(b)^T op(a)^T and b comes
+  // first. A row-major matrix read as column-major is already transposed once.
+  const cublasOperation_t op_first = p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+  const cublasOperation_t op_second = p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+  const std::int64_t b_rows = p.transpose_b ? p.k : p.n, b_cols = p.transpose_b ? p.n : p.k;
+  const std::int64_t a_rows = p.transpose_a ? p.m : p.k, a_cols = p.transpose_a ? p.k : p.m;
+  // A single row may come with any stride.
+  const std::int64_t ldb = std::max(p.b.row_stride, b_rows), lda = std::max(p.a.row_stride, a_rows);
+  const std::int64_t ldo = std::max(p.out_stride, p.n);
+  const bool tf32 = p.allow_tf32 && p.in == DType::kFloat32;
+
+  Descriptors d;
+  LMHEAD_RETURN_IF_ERROR(to_status(
+      cublasLtMatmulDescCreate(&d.operation, tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F),
+      "cublasLtMatmulDescCreate"));
+  LMHEAD_RETURN_IF_ERROR(set_operation(d, CUBLASLT_MATMUL_DESC_TRANSA, op_first));
+  LMHEAD_RETURN_IF_ERROR(set_operation(d, CUBLASLT_MATMUL_DESC_TRANSB, op_second));
+  LMHEAD_RETURN_IF_ERROR(make_layout(&d.a, p.in, b_rows, b_cols, ldb));
+  LMHEAD_RETURN_IF_ERROR(make_layout(&d.b, p.in, a_rows, a_cols, lda));
+  LMHEAD_RETURN_IF_ERROR(make_layout(&d.out, p.out_type, p.n, p.m, ldo));
+
+  Result<HandlePool::Lease> handle = handles().acquire((*device)->ordinal);
+  if (!handle.ok()) return handle.status();
+
+  const std::array<std::uint32_t, 3> align = {alignment(p.b.data, ldb, p.in), alignment(p.a.data, lda, p.in),
+                                              alignment(p.out, ldo, p.out_type)};
+  const AlgorithmKey key = {(*device)->ordinal,
+                            p.m,
+                            p.n,
+                            p.k,
+                            lda,
+                            ldb,
+                            ldo,
+                            p.transpose_a,
+                            p.transpose_b,
+                            static_cast<std::int64_t>(p.in) * 16 + static_cast<std::int64_t>(p.out_type),
+                            tf32,
+                            p.accumulate,
+                            static_cast<std::int64_t>(p.workspace_bytes),
+                            align[0],
+                            align[1],
+                            align[2]};
+  cublasLtMatmulAlgo_t algorithm;
+  if (!algorithms().find(key, &algorithm)) {
+    LMHEAD_RETURN_IF_ERROR(to_status(cublasLtMatmulPreferenceCreate(&d.preference), "cublasLtMatmulPreferenceCreate"));
+    LMHEAD_RETURN_IF_ERROR(set_preference(d, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, p.workspace_bytes));
+    // Split reductions only through fp32 partial sums added in a fixed order: bits repeat, and nothing is
+    // rounded to the output type on the way.
+    LMHEAD_RETURN_IF_ERROR(set_preference(
+        d, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)));
+    LMHEAD_RETURN_IF_ERROR(set_preference(d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, align[0]));
+    LMHEAD_RETURN_IF_ERROR(set_preference(d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align[1]));
+    LMHEAD_RETURN_IF_ERROR(set_preference(d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align[2]));
+    LMHEAD_RETURN_IF_ERROR(set_preference(d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align[2]));
+    LMHEAD_RETURN_IF_ERROR(choose_algorithm(handle->get(), p, d, align, &algorithm));
+    algorithms().insert(key, algorithm);
+  }
+
+  const float one = 1.0f, beta = p.accumulate ? 1.0f : 0.0f;
+  return to_status(cublasLtMatmul(handle->get(), d.operation, &one, p.b.data, d.a, p.a.data, d.b, &beta, p.out, d.out,
+                                  p.out, d.out, &algorithm, p.workspace, p.workspace_bytes, stream),
+                   "cublasLtMatmul");
+}
+
+Status encode_tensor_map(CUtensorMap* map, const void* data, DType dtype, std::int64_t rows, std::int64_t cols,
+                         std::int64_t row_stride, std::uint32_t box_rows, std::uint32_t box_cols) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  if (encode == nullptr)
+    return {StatusCode::kUnsupported,
+            "cuTensorMapEncodeTiled: expected a driver of CUDA 12.0 or later, got an older one"};
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride) * 2};
+  const cuuint32_t box[2] = {box_cols, box_rows}, element_strides[2] = {1, 1};
+  const CUresult result =
+      encode(map, dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+             const_cast<void*>(data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return {};
+  return {StatusCode::kInternal, "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)) +
+                                     " for [" + std::to_string(rows) + ", " + std::to_string(cols) +
+                                     "] with row stride " + std::to_string(row_stride)};
+}
+
+unsigned grid_for(std::int64_t items, std::int64_t per_block) {
+  return static_cast<unsigned>(std::clamp<std::int64_t>(ceil_div(items, per_block), 1, kMaxGridBlocks));
+}
+
+}  // namespace lmhead::cuda
