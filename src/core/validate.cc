@@ -156,19 +156,25 @@ Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
   return r;
 }
 
+Status bad_target_id(const ResolvedProblem& r, std::int64_t id, std::int64_t row) {
+  return invalid("targets", "ids in [0, " + str(r.valid_vocab) + ") or ignore_index " + str(r.given.ignore_index),
+                 str(id) + " at row " + str(row));
+}
+
+Status bad_temperature(double value, std::int64_t row) {
+  return invalid("temperature", "finite numbers > 0", str(value) + " at row " + str(row));
+}
+
 Status check_host_values(const ResolvedProblem& r) {
   const Problem& p = r.given;
   for (std::int64_t i = 0; i < r.n; ++i) {
     if (!p.active.absent() && load_int(p.active, i) <= 0) continue;
     const std::int64_t id = load_int(p.targets, i);
     if (id == p.ignore_index) continue;
-    if (p.out_of_vocab == OutOfVocab::kError && (id < 0 || id >= r.valid_vocab))
-      return invalid("targets", "ids in [0, " + str(r.valid_vocab) + ") or ignore_index " + str(p.ignore_index),
-                     str(id) + " at row " + str(i));
+    if (p.out_of_vocab == OutOfVocab::kError && (id < 0 || id >= r.valid_vocab)) return bad_target_id(r, id, i);
     if (!p.row_temperature.absent()) {
       const double t = load_float(p.row_temperature, i);
-      if (!(t > 0) || !std::isfinite(t))
-        return invalid("temperature", "finite numbers > 0", str(t) + " at row " + str(i));
+      if (!(t > 0) || !std::isfinite(t)) return bad_temperature(t, i);
     }
   }
   return {};

@@ -9,6 +9,9 @@ namespace lmhead {
 Result<ResolvedProblem> validate(const Problem& problem, const Execution& execution);
 /// Checked mode on host memory: targets in range, temperatures > 0 and finite.
 Status check_host_values(const ResolvedProblem& problem);
+/// The errors of checked mode, for backends that find the row themselves.
+Status bad_target_id(const ResolvedProblem& problem, std::int64_t id, std::int64_t row);
+Status bad_temperature(double value, std::int64_t row);
 Status validate_state(const ResolvedProblem& problem, const Matrix& state);
 Status validate_combine(const ResolvedProblem& problem, const ConstMatrix& states, const ForwardOutputs& outputs);
 Status validate_outputs(const ResolvedProblem& problem, const ForwardOutputs& outputs);
