@@ -1,4 +1,5 @@
-// The definition of correct: one row, one column at a time, fp64 throughout. No tricks; every other
+// The definition of correct: one row, one column at a time, fp64 but for the logits, which are
+// fp32 as on every path. No tricks; every other
 // backend is tested against it.
 #include <cmath>
 #include <vector>
@@ -23,7 +24,10 @@ class LogitRow {
     double product = 0;
     for (std::size_t k = 0; k < x_.size(); ++k) product += x_[k] * w_[k];
     const double raw = p.logit_scale * (product + (p.bias.absent() ? 0.0 : load_float(p.bias, j)));
-    return (p.softcap ? *p.softcap * std::tanh(raw / *p.softcap) : raw) / t_;
+    const double z = (p.softcap ? *p.softcap * std::tanh(raw / *p.softcap) : raw) / t_;
+    // Logits are fp32 on every path. It also keeps backward consistent with the fp32 lse it is given:
+    // where one column holds nearly all the mass, lse is that column's rounded logit and p is 1.
+    return r_.result == DType::kFloat32 ? static_cast<float>(z) : z;
   }
   /// dz_ij / d<x_i, w_j> = scale / T (1 - (z T / softcap)^2).
   double slope(double z) const {
