@@ -16,7 +16,9 @@ void bind_vector(nb::module_& m, const char* name) {
           [](T* self, Address data, std::int64_t size, std::int64_t stride, DType dtype) {
             new (self) T{pointer(data), size, stride, dtype};
           },
-          nb::arg("data"), nb::arg("size"), nb::arg("stride"), nb::arg("dtype"));
+          nb::arg("data"), nb::arg("size"), nb::arg("stride"), nb::arg("dtype"))
+      .def_ro("size", &T::size)
+      .def_ro("dtype", &T::dtype);
 }
 
 template <class T>
@@ -28,11 +30,14 @@ void bind_matrix(nb::module_& m, const char* name) {
           [](T* self, Address data, std::int64_t rows, std::int64_t cols, std::int64_t row_stride, DType dtype) {
             new (self) T{pointer(data), rows, cols, row_stride, dtype};
           },
-          nb::arg("data"), nb::arg("rows"), nb::arg("cols"), nb::arg("row_stride"), nb::arg("dtype"));
+          nb::arg("data"), nb::arg("rows"), nb::arg("cols"), nb::arg("row_stride"), nb::arg("dtype"))
+      .def_ro("rows", &T::rows)
+      .def_ro("cols", &T::cols)
+      .def_ro("dtype", &T::dtype);
 }
 
 template <class T>
-auto member(T Execution::* field) {
+auto member(T Execution::*field) {
   return [field](OwnedExecution& self, T value) { self.options.*field = value; };
 }
 

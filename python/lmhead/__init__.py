@@ -10,8 +10,6 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-import numpy as _np
-
 from . import _core, _options
 
 if TYPE_CHECKING:
@@ -134,14 +132,14 @@ def linear_logprobs(
         "check": check,
         "backend": backend,
     }
-    if isinstance(hidden, _np.ndarray):
-        from . import _numpy
-
+    if not hasattr(hidden, "data_ptr"):  # not a torch.Tensor; torch is not imported to find out
+        if type(hidden).__module__ != "numpy":
+            raise TypeError(f"hidden: expected torch.Tensor or numpy.ndarray, got {type(hidden).__name__}")
         if group is not None or weight_main_grad is not None or reduce_hidden_grad:
             raise TypeError("hidden: expected torch.Tensor with group or weight_main_grad, got numpy.ndarray")
+        from . import _numpy
+
         return _numpy.linear_logprobs(hidden, weight, targets, **options)
-    if not hasattr(hidden, "data_ptr"):
-        raise TypeError(f"hidden: expected torch.Tensor or numpy.ndarray, got {type(hidden).__name__}")
     from . import torch_ops
 
     return torch_ops.linear_logprobs(
