@@ -190,6 +190,11 @@ def _(hidden, weight, bias, targets, active, row_temperature, weight_main_grad, 
     return logprob, entropies, lse
 
 
+def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
+    """Contiguous; where none is needed an empty tensor of its own, since operators may not return one tensor twice."""
+    return tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0, dtype=torch.float32)
+
+
 def _run_backward(
     dlogprob: Tensor | None,
     dentropy: Tensor | None,
@@ -210,10 +215,9 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call(hidden, weight, bias, targets, active, row_temperature, options)
     with call.guard():
-        none = torch.empty(0, device=call.device)
-        dx = torch.empty(hidden.shape, dtype=hidden.dtype, device=call.device) if need_hidden else none
-        dw = torch.empty(weight.shape, dtype=weight.dtype, device=call.device) if need_weight else none
-        db = torch.empty(bias.shape, dtype=bias.dtype, device=call.device) if need_bias else none
+        dx = _gradient_like(hidden, need_hidden, hidden)
+        dw = _gradient_like(weight, need_weight, hidden)
+        db = _gradient_like(bias, need_bias, hidden)
         flat = {
             "lse": _flat(lse),
             "entropy": None if dentropy is None else _flat(entropies),
@@ -322,10 +326,6 @@ def _backward_main_grad(
         need_hidden, False, need_bias, reduce_hidden_grad, {name: scope[name] for name in _OPTIONS},
     )  # fmt: skip
     return dx, db
-
-
-def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
-    return tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0, dtype=torch.float32)
 
 
 @_backward.register_fake

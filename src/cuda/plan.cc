@@ -1,0 +1,156 @@
+#include "cuda/plan.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/portable_kernels.h"
+
+namespace lmhead::cuda {
+namespace {
+
+/// A launch of a tile (four products and row passes) costs about as much time as moving this many bytes.
+constexpr double kTileOverheadBytes = 8e7;
+constexpr std::int64_t kMinColumns = 64;
+constexpr std::int64_t kFewRows = 256;
+/// Tile sides stay inside cuBLASLt's 32-bit sizes.
+constexpr std::int64_t kMaxSide = std::int64_t{1} << 30;
+
+bool wants(const Matrix& m) { return !m.absent(); }
+
+/// A 16-bit gradient is written by the product itself only if it is finished in one product.
+bool needs_sums(const Matrix& gradient, DType compute, bool finished_at_once) {
+  return wants(gradient) && gradient.dtype != DType::kFloat32 && !(finished_at_once && gradient.dtype == compute);
+}
+
+std::int64_t segments_in(const ResolvedProblem& r, std::int64_t columns) {
+  const SegmentGrid grid = SegmentGrid::of(r.order(), r.given.vocab_start, r.given.vocab_start + r.v_valid);
+  // Each octant that a chunk touches adds at most two cut segments.
+  const std::int64_t octants = std::min<std::int64_t>(kOctants, columns / grid.octant_size + 2);
+  return std::min(grid.count(), columns / kSegmentColumns + 2 * octants);
+}
+
+Plan shape(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size_t blas_bytes, bool vocabulary_outside,
+           std::int64_t rows, std::int64_t columns) {
+  Plan plan;
+  plan.rows = rows;
+  plan.columns = columns;
+  plan.vocabulary_outside = vocabulary_outside;
+  plan.blas_bytes = blas_bytes;
+  plan.products_stride = round_up(columns, 8);
+  plan.convert_weight = r.given.weight.dtype != r.compute;
+  plan.copy_hidden = r.given.hidden.dtype != r.compute;
+  if (gradients == nullptr) {
+    plan.segments = segments_in(r, columns);
+  } else {
+    // An inactive row adds exactly nothing to dW whatever its hidden state holds: 0 * NaN must not happen.
+    plan.copy_hidden = plan.copy_hidden || wants(gradients->weight);
+    plan.hidden_accumulator = needs_sums(gradients->hidden, r.compute, columns >= r.v_valid);
+    plan.weight_accumulator = needs_sums(gradients->weight, r.compute, rows >= r.n);
+  }
+  return plan;
+}
+
+std::size_t bytes_inside(const ResolvedProblem& r, const BackwardOutputs* gradients, const Plan& plan) {
+  Workspace measure;
+  lay_out(r, gradients, plan, measure);
+  return measure.used() - accumulator_bytes(r, plan);
+}
+
+/// Bytes that the plan's loops move beside the products' own work: operands read again for each tile, fp32
+/// accumulators read and written.
+double traffic(const ResolvedProblem& r, const BackwardOutputs* gradients, const Plan& plan) {
+  const double element = static_cast<double>(size_of(r.compute));
+  const double row_chunks = static_cast<double>(ceil_div(r.n, plan.rows));
+  const double column_chunks = static_cast<double>(ceil_div(std::max<std::int64_t>(r.v_valid, 1), plan.columns));
+  double per_hidden = element, per_weight = element;
+  if (gradients != nullptr) {
+    per_hidden = 2 * element + (wants(gradients->hidden) ? 8.0 : 0.0);
+    per_weight = 2 * element + (wants(gradients->weight) ? 8.0 : 0.0);
+  }
+  const double h = static_cast<double>(r.h);
+  return column_chunks * static_cast<double>(r.n) * h * per_hidden +
+         row_chunks * static_cast<double>(r.v_valid) * h * per_weight + row_chunks * column_chunks * kTileOverheadBytes;
+}
+
+/// Most columns that fit for this many rows: all, else a multiple of a segment, else of kMinColumns.
+std::optional<Plan> widest(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size_t budget,
+                           std::size_t blas_bytes, bool vocabulary_outside, std::int64_t rows) {
+  const std::int64_t all = std::max<std::int64_t>(r.v_valid, 1);
+  const auto fits = [&](std::int64_t columns) {
+    return bytes_inside(r, gradients, shape(r, gradients, blas_bytes, vocabulary_outside, rows, columns)) <= budget;
+  };
+  if (all <= kMaxSide && fits(all)) return shape(r, gradients, blas_bytes, vocabulary_outside, rows, all);
+  for (const std::int64_t step : {kSegmentColumns, kMinColumns}) {
+    std::int64_t low = 0, high = std::min(all, kMaxSide) / step;  // in steps; `low` fits
+    while (low < high) {
+      const std::int64_t middle = (low + high + 1) / 2;
+      if (fits(middle * step)) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    if (low > 0) return shape(r, gradients, blas_bytes, vocabulary_outside, rows, low * step);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::size_t accumulator_bytes(const ResolvedProblem& r, const Plan& plan) {
+  const bool on_top = plan.vocabulary_outside ? plan.hidden_accumulator : plan.weight_accumulator;
+  if (!on_top) return 0;
+  Workspace measure;
+  measure.take<float>((plan.vocabulary_outside ? r.n : r.v_valid) * r.h);
+  return measure.used();
+}
+
+Tiles lay_out(const ResolvedProblem& r, const BackwardOutputs* gradients, const Plan& plan, Workspace& workspace) {
+  const std::int64_t element = static_cast<std::int64_t>(size_of(r.compute)), width = padded_width(r.h);
+  Tiles t;
+  if (plan.hidden_accumulator) t.hidden_sums = workspace.take<float>((plan.vocabulary_outside ? r.n : plan.rows) * r.h);
+  if (plan.weight_accumulator)
+    t.weight_sums = workspace.take<float>((plan.vocabulary_outside ? plan.columns : r.v_valid) * r.h);
+  t.blas = workspace.take_bytes(static_cast<std::int64_t>(plan.blas_bytes));
+  t.products = workspace.take<float>(plan.rows * plan.products_stride);
+  t.terms = workspace.take<RowTerms>(plan.rows);
+  if (plan.copy_hidden) t.hidden = workspace.take_bytes(plan.rows * width * element);
+  if (plan.convert_weight) t.weight = workspace.take_bytes(plan.columns * width * element);
+  if (gradients == nullptr) {
+    t.partial = workspace.take<SoftmaxState>(plan.segments * plan.rows);
+    t.carry = workspace.take<SoftmaxState>(kOctants * plan.rows);
+  } else if (!gradients->bias.absent()) {
+    t.bias_sums = workspace.take<float>(r.v_valid);
+    t.bias_partial = workspace.take<float>(column_slices(plan.rows) * plan.columns);
+  }
+  return t;
+}
+
+Result<Plan> make_plan(const ResolvedProblem& r, const BackwardOutputs* gradients, const Execution& e) {
+  const std::size_t budget = budget_of(e);
+  // cuBLASLt asks for at most 32 MiB on Hopper; small budgets give it an eighth.
+  const std::size_t blas_bytes =
+      std::min<std::size_t>(std::size_t{32} << 20, budget / 8 / kWorkspaceAlignment * kWorkspaceAlignment);
+  // The outer loop's accumulator is [N, H] with the vocabulary outside, [V, H] with the rows outside.
+  const bool vocabulary_outside = gradients != nullptr && r.n <= r.v_valid;
+  std::optional<Plan> best;
+  double best_cost = 0;
+  for (std::int64_t rows = std::min(r.n, kMaxSide); rows >= 1;
+       rows = rows > kFewRows ? round_up(rows / 2, kFewRows) : rows / 2) {
+    const std::optional<Plan> plan = widest(r, gradients, budget, blas_bytes, vocabulary_outside, rows);
+    const double cost = plan ? traffic(r, gradients, *plan) : 0;
+    if (plan && (!best || cost < best_cost)) {
+      best = plan;
+      best_cost = cost;
+    }
+    if (best && rows <= kFewRows) break;  // fewer only when nothing larger fits
+  }
+  if (best) return *best;
+  const Plan least = shape(r, gradients, blas_bytes, vocabulary_outside, 1,
+                           std::min(std::max<std::int64_t>(r.v_valid, 1), kMinColumns));
+  return Status(StatusCode::kInvalidArgument, "workspace_budget: expected at least " +
+                                                  std::to_string(bytes_inside(r, gradients, least)) +
+                                                  " bytes for this problem, got " + std::to_string(budget));
+}
+
+}  // namespace lmhead::cuda

@@ -1,0 +1,224 @@
+#include "cuda/portable_kernels.h"
+
+#include "cuda/element.cuh"
+#include "cuda/launch.h"
+
+namespace lmhead::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kPerLane = static_cast<int>(kSegmentColumns) / kWarp;
+
+/// softcap * tanh(r / softcap), and tanh itself, which the backward needs. r = scale * (product + bias).
+struct Capped {
+  float value, tanh;
+};
+__device__ __forceinline__ Capped cap_logit(const LogitTile& tile, float product, std::int64_t column) {
+  if (tile.bias.data != nullptr) product += load_float(tile.bias, column);
+  const float raw = tile.scale * product;
+  if (tile.softcap == 0.0f) return {raw, 0.0f};
+  const float t = tanhf(raw / tile.softcap);
+  return {tile.softcap * t, t};
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+  for (int d = kWarp / 2; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, d));
+  return x;
+}
+__device__ __forceinline__ float warp_min(float x) {
+  for (int d = kWarp / 2; d > 0; d /= 2) x = fminf(x, __shfl_xor_sync(kAllLanes, x, d));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int d = kWarp / 2; d > 0; d /= 2) x += __shfl_xor_sync(kAllLanes, x, d);
+  return x;
+}
+
+/// State of columns [begin, end) of the shard, at most kSegmentColumns, by one warp. kVector: 16-byte loads,
+/// for segments that start on a multiple of four in the tile.
+template <bool kVector>
+__device__ SoftmaxState warp_state(const LogitTile& tile, const float* row, std::int64_t begin, std::int64_t end,
+                                   const RowTerms& terms, int lane) {
+  float z[kPerLane];
+  const float* from = row + (begin - tile.begin);
+  const int columns = static_cast<int>(end - begin);
+  const auto column_of = [&](int k) { return kVector ? (k / 4 * kWarp + lane) * 4 + k % 4 : k * kWarp + lane; };
+  if constexpr (kVector) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; k += 4) {
+      // The stride is a multiple of 8, so a load that starts before the end stays inside the row.
+      float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (column_of(k) < columns) v = *reinterpret_cast<const float4*>(from + column_of(k));
+      z[k] = v.x;
+      z[k + 1] = v.y;
+      z[k + 2] = v.z;
+      z[k + 3] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) z[k] = column_of(k) < columns ? from[column_of(k)] : 0.0f;
+  }
+
+  float max = -INFINITY, target = INFINITY;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    const int column = column_of(k);
+    if (column < columns) {
+      z[k] = cap_logit(tile, z[k], begin + column).value * terms.inverse_temperature;
+      if (begin + column == terms.target) target = z[k];
+    } else {
+      z[k] = -INFINITY;
+    }
+    max = fmaxf(max, z[k]);  // drops NaN, which comes back in the sums
+  }
+  max = warp_max(max);
+  // Nothing but -inf (or NaN) here: any finite reference point gives 2^-inf = 0 without inf - inf.
+  const float base = max == -INFINITY ? 0.0f : max;
+  float sum = 0.0f, weighted = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    const float u = (z[k] - base) * kLog2E<float>, e = exp2f(u);
+    sum += e;
+    weighted += e == 0.0f ? 0.0f : e * u;
+  }
+  return {max, warp_sum(sum), warp_sum(weighted), warp_min(target)};
+}
+
+__global__ void __launch_bounds__(kThreads)
+    segment_states_kernel(LogitTile tile, SegmentGrid grid, std::int64_t vocab_start, const RowTerms* terms,
+                          SoftmaxState* partial) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  constexpr int kWarps = kThreads / kWarp;
+  const std::int64_t segments = grid.count(), items = tile.rows * segments;
+  for (std::int64_t item = blockIdx.x * std::int64_t{kWarps} + threadIdx.x / kWarp; item < items;
+       item += std::int64_t{gridDim.x} * kWarps) {
+    const std::int64_t i = item / segments, s = item % segments, id = grid.first() + s;
+    const RowTerms row = terms[i];
+    if (row.active == 0) continue;
+    const std::int64_t begin = max(grid.begin, grid.origin(id)) - vocab_start;
+    const std::int64_t end = min(grid.end, grid.limit(id)) - vocab_start;
+    const float* products = tile.products + i * tile.stride;
+    const SoftmaxState state = (begin - tile.begin) % 4 == 0 ? warp_state<true>(tile, products, begin, end, row, lane)
+                                                             : warp_state<false>(tile, products, begin, end, row, lane);
+    if (lane == 0) partial[s * tile.rows + i] = state;
+  }
+}
+
+/// dl for one element, see lmhead.h. p log p -> 0 at p = 0: a -inf logit would give 0 * -inf.
+template <bool kEntropy>
+__device__ __forceinline__ float logit_gradient(const LogitTile& tile, float product, std::int64_t column,
+                                                const RowTerms& row) {
+  const Capped capped = cap_logit(tile, product, column);
+  const float log_p = capped.value * row.inverse_temperature - row.lse;
+  const float p = exp2f(log_p * kLog2E<float>);
+  // 1 - p by expm1: at p -> 1 the difference of two rounded numbers would keep no digit.
+  float dz = column == row.target ? -row.a * expm1f(log_p) : -row.a * p;
+  if constexpr (kEntropy) dz -= p == 0.0f ? 0.0f : row.g * p * (log_p + row.entropy);
+  return dz * (tile.scale * row.inverse_temperature) * (1.0f - capped.tanh * capped.tanh);
+}
+
+template <class T>
+struct alignas(8 * sizeof(T)) Eight {
+  T v[8];
+};
+
+/// One block a row. In place: a round reads 8 * kThreads floats and writes as many elements of at most the
+/// same size, so its writes end where the reads of this and earlier rounds have been; the barrier makes
+/// "have been" true.
+template <class T, bool kEntropy>
+__global__ void __launch_bounds__(kThreads) logit_gradients_kernel(LogitTile tile, const RowTerms* terms) {
+  constexpr int kVector = 8;
+  const std::int64_t columns = tile.end - tile.begin;
+  for (std::int64_t i = blockIdx.x; i < tile.rows; i += gridDim.x) {
+    const RowTerms row = terms[i];
+    const float* from = tile.products + i * tile.stride;
+    T* to = reinterpret_cast<T*>(tile.products + i * tile.stride);
+    for (std::int64_t base = 0; base < columns; base += kVector * kThreads) {
+      const std::int64_t j = base + std::int64_t{threadIdx.x} * kVector;
+      Eight<T> out;
+      if (j < columns && row.active != 0) {
+        float in[kVector];
+        *reinterpret_cast<float4*>(in) = *reinterpret_cast<const float4*>(from + j);
+        *reinterpret_cast<float4*>(in + 4) = *reinterpret_cast<const float4*>(from + j + 4);
+#pragma unroll
+        for (int k = 0; k < kVector; ++k)
+          out.v[k] =
+              from_float<T>(j + k < columns ? logit_gradient<kEntropy>(tile, in[k], tile.begin + j + k, row) : 0.0f);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) out.v[k] = from_float<T>(0.0f);
+      }
+      __syncthreads();
+      if (j < columns) *reinterpret_cast<Eight<T>*>(to + j) = out;
+    }
+  }
+}
+
+/// Adds one slice of the rows for 32 columns a warp: partial[slice * columns + j].
+template <class T>
+__global__ void slice_sums_kernel(const T* dl, std::int64_t stride, std::int64_t rows, std::int64_t columns,
+                                  std::int64_t slices, float* partial) {
+  const std::int64_t per_slice = (rows + slices - 1) / slices;
+  for (std::int64_t j = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; j < columns;
+       j += std::int64_t{gridDim.x} * kThreads) {
+    for (std::int64_t s = blockIdx.y; s < slices; s += gridDim.y) {
+      const std::int64_t last = min(rows, (s + 1) * per_slice);
+      float sum = 0.0f;
+#pragma unroll 8
+      for (std::int64_t i = s * per_slice; i < last; ++i) sum += to_float(dl[i * stride + j]);
+      partial[s * columns + j] = sum;
+    }
+  }
+}
+
+__global__ void add_slices_kernel(const float* partial, std::int64_t columns, std::int64_t slices, float* sums,
+                                  bool accumulate) {
+  for (std::int64_t j = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; j < columns;
+       j += std::int64_t{gridDim.x} * kThreads) {
+    float sum = accumulate ? sums[j] : 0.0f;
+    for (std::int64_t s = 0; s < slices; ++s) sum += partial[s * columns + j];
+    sums[j] = sum;
+  }
+}
+
+}  // namespace
+
+void segment_states(const LogitTile& tile, const SegmentGrid& grid, std::int64_t vocab_start, const RowTerms* terms,
+                    SoftmaxState* partial, cudaStream_t stream) {
+  const std::int64_t items = tile.rows * grid.count();
+  if (items == 0) return;
+  segment_states_kernel<<<grid_for(items, kThreads / kWarp), kThreads, 0, stream>>>(tile, grid, vocab_start, terms,
+                                                                                    partial);
+}
+
+void logit_gradients(const LogitTile& tile, DType dtype, bool entropy, const RowTerms* terms, cudaStream_t stream) {
+  if (tile.rows == 0 || tile.begin == tile.end) return;
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const unsigned blocks = grid_for(tile.rows, 1);
+    if (entropy) {
+      logit_gradients_kernel<T, true><<<blocks, kThreads, 0, stream>>>(tile, terms);
+    } else {
+      logit_gradients_kernel<T, false><<<blocks, kThreads, 0, stream>>>(tile, terms);
+    }
+  });
+}
+
+std::int64_t column_slices(std::int64_t rows) { return std::clamp<std::int64_t>(ceil_div(rows, 128), 1, 64); }
+
+void column_sums(const void* dl, DType dtype, std::int64_t dl_stride, std::int64_t rows, std::int64_t columns,
+                 float* partial, float* sums, bool accumulate, cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return;
+  const std::int64_t slices = column_slices(rows);
+  const unsigned blocks = grid_for(columns, kThreads);
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    slice_sums_kernel<<<dim3(blocks, static_cast<unsigned>(slices)), kThreads, 0, stream>>>(
+        static_cast<const T*>(dl), dl_stride, rows, columns, slices, partial);
+  });
+  add_slices_kernel<<<blocks, kThreads, 0, stream>>>(partial, columns, slices, sums, accumulate);
+}
+
+}  // namespace lmhead::cuda
