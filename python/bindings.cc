@@ -63,4 +63,5 @@ NB_MODULE(_core, m) {
   m.doc() = "lmhead's C++ library: addresses, sizes and strides in, status out. Use the package, not this module.";
   lmhead::python::bind_types(m);
   lmhead::python::bind_calls(m);
+  lmhead::python::bind_distributed(m);
 }

@@ -53,5 +53,6 @@ struct OwnedExecution {
 // One a file; the module calls each.
 void bind_types(nb::module_& m);  // bindings_types.cc
 void bind_calls(nb::module_& m);  // bindings.cc
+void bind_distributed(nb::module_& m);  // bindings_distributed.cc
 
 }  // namespace lmhead::python

@@ -6,9 +6,11 @@ PyTorch is optional: without it NumPy arrays can be scored (forward only).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from . import _core, _options
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .module import LinearLogprobs
 
     Array = Any  # torch.Tensor or numpy.ndarray, one kind a call
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
 
 __all__ = ["LinearLogprobs", "info", "last_backend", "linear_logprobs"]
 __version__: str = _core.version()
@@ -36,6 +40,27 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
+def _reported(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """With a group, whatever a call raises reaches the other ranks, which would wait for it otherwise."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        if options.get("group") is None:
+            return function(*args, **options)
+        import torch
+
+        if torch.compiler.is_compiling():  # the operator itself reports
+            return function(*args, **options)
+        from . import distributed
+
+        hidden = args[0] if args else options["hidden"]
+        with distributed.reporting(options["group"], options.get("check"), hidden.device):
+            return function(*args, **options)
+
+    return call
+
+
+@_reported
 def linear_logprobs(
     hidden: Array,
     weight: Array,
@@ -55,7 +80,7 @@ def linear_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     group: ProcessGroup | None = None,
-    reduce_hidden_grad: bool | None = None,
+    reduce_hidden_grad: str | None = None,
     weight_main_grad: Array | None = None,
     workspace_bytes: int | None = None,
     cache_bytes: int = 0,
@@ -95,8 +120,13 @@ def linear_logprobs(
         active: [...] bool or integer: rows with active > 0 are computed, all others are 0 and cost nothing.
         vocab_start, vocab_size: this rank holds ids [vocab_start, vocab_start + V) of vocab_size.
         group: torch.distributed group of the vocabulary shards, in vocabulary order. Every rank gets the same
-            results; the gradient of hidden is this rank's part unless reduce_hidden_grad.
-        reduce_hidden_grad: sum the gradient of hidden over `group` (an all-reduce in the backward).
+            results from one all-gather of 16 bytes a token; the backward has none unless reduce_hidden_grad.
+            With `check` (the CPU's default) a rank that raises, or calls with other sizes or options, raises
+            on every rank; see docs/parallelism.md.
+        reduce_hidden_grad: None: the gradient of hidden is the part of this rank's columns, and the caller sums it
+            over `group`. "sum": the sum of all parts, added in fp32 and rounded once. "reduce_scatter" (sequence
+            parallelism): hidden is this rank's share [N / size, ..., H] of the rows, in rank order, is gathered
+            for the call, and gets its own rows' gradient; targets and the other row data are whole.
         weight_main_grad: [V, H] fp32: the weight's gradient is added to it, and the weight gets none.
         workspace_bytes: budget for scratch memory. Default: 64 MiB on the CPU, 512 MiB on a GPU.
         cache_bytes: at most this much may be kept from the forward to speed up the backward. No backend of this

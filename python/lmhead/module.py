@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -58,7 +59,8 @@ class LinearLogprobs(nn.Module):
 
     @staticmethod
     def _checked(options: dict[str, Any]) -> dict[str, Any]:
-        known = set(linear_logprobs.__kwdefaults__) - {"bias"} - _PER_CALL
+        parameters = inspect.signature(linear_logprobs).parameters.values()
+        known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"} - _PER_CALL
         for name in options:
             if name not in known:
                 raise TypeError(f"{name}: expected one of {', '.join(sorted(known))}, got an unknown option")

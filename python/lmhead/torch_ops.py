@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, _options
+from . import _core, _options, distributed
 
 # Numbers of a partial-softmax state.
 STATE_WIDTH = 4
@@ -128,6 +128,11 @@ class _Call:
             self.execution.set_workspace(self._workspace.data_ptr(), size)
 
 
+def _empty_gathered(hidden: Tensor, group: str) -> Tensor:
+    """Room for the rows of all ranks under sequence parallelism."""
+    return hidden.new_empty((distributed.rank_and_size(group)[1] * hidden.shape[0], *hidden.shape[1:]))
+
+
 def result_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
@@ -155,28 +160,36 @@ def _forward(
     check: bool | None,
     backend: str,
     group: str | None,
-    reduce_hidden_grad: bool,
+    reduce_hidden_grad: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scope = locals()
-    call = _Call(hidden, weight, bias, targets, active, row_temperature, {name: scope[name] for name in _OPTIONS})
-    n = call.hidden.shape[0]
+    options = {name: value for name, value in locals().items() if name in _OPTIONS}
+    with distributed.reporting(group, check, hidden.device):
+        rows = hidden if reduce_hidden_grad != "reduce_scatter" else _empty_gathered(hidden, group)
+        call = _Call(rows, weight, bias, targets, active, row_temperature, options)
+        n = call.hidden.shape[0]
+        with call.guard():
+            logprob, lse = (torch.empty(n, dtype=call.result_dtype, device=call.device) for _ in range(2))
+            entropies = torch.empty(0 if entropy == "off" else n, dtype=call.result_dtype, device=call.device)
+            outputs = _core.ForwardOutputs()
+            outputs.logprob, outputs.lse = _output_vector(logprob), _output_vector(lse)
+            if entropy != "off":
+                outputs.entropy = _output_vector(entropies)
+            rank, ranks = distributed.rank_and_size(group)
+            if group is not None:
+                states = torch.empty((ranks * n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+            call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
     with call.guard():
-        logprob, lse = (torch.empty(n, dtype=call.result_dtype, device=call.device) for _ in range(2))
-        entropies = torch.empty(0 if entropy == "off" else n, dtype=call.result_dtype, device=call.device)
-        outputs = _core.ForwardOutputs()
-        outputs.logprob, outputs.lse = _output_vector(logprob), _output_vector(lse)
-        if entropy != "off":
-            outputs.entropy = _output_vector(entropies)
         if group is None:
-            call.reserve_workspace(_core.Operation.forward)
             _core.forward(call.problem, outputs, call.execution)
         else:
-            from . import distributed
-
-            call.reserve_workspace(_core.Operation.forward_partial)
-            state = torch.empty((n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+            if distributed.is_checked(check, call.device):
+                distributed.settle(call, "linear_logprobs", group, extra=distributed.REDUCTIONS.index(reduce_hidden_grad))
+                call.execution.set_check(False)  # done
+            if rows is not hidden:
+                distributed.gather_rows("hidden", hidden, group, rows)
+            state = states[rank * n : (rank + 1) * n]  # this rank's part of the message, in place
             _core.forward_partial(call.problem, _output_matrix(state), call.execution)
-            states = distributed.all_gather_states(state, group)  # [S * N, 4]
+            distributed.gather_rows("state", state, group, states)
             _core.combine(call.problem, _matrix("states", states), outputs, call.execution)
     shape = targets.shape
     return logprob.view(shape), entropies if entropy == "off" else entropies.view(shape), lse.view(shape)
@@ -210,14 +223,20 @@ def _run_backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
-    reduce_hidden_grad: bool,
+    reduce_hidden_grad: str | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    group = options["group"]
+    if reduce_hidden_grad == "reduce_scatter":  # only this rank's rows were saved
+        shard, hidden = hidden, _empty_gathered(hidden, group)
+        distributed.gather_rows("hidden", shard, group, hidden)
     call = _Call(hidden, weight, bias, targets, active, row_temperature, options)
     with call.guard():
         dx = _gradient_like(hidden, need_hidden, hidden)
         dw = _gradient_like(weight, need_weight, hidden)
         db = _gradient_like(bias, need_bias, hidden)
+        if need_hidden and reduce_hidden_grad is not None:
+            dx = hidden.new_empty(hidden.shape, dtype=call.result_dtype)  # rounded once, after the sum
         flat = {
             "lse": _flat(lse),
             "entropy": None if dentropy is None else _flat(entropies),
@@ -239,10 +258,8 @@ def _run_backward(
             outputs.bias = _output_vector(db)
         call.reserve_workspace(_core.Operation.backward, outputs)
         _core.backward(call.problem, inputs, outputs, call.execution)
-        if need_hidden and reduce_hidden_grad:
-            from . import distributed
-
-            distributed.all_reduce_hidden_grad(dx, options["group"])
+        if need_hidden and reduce_hidden_grad is not None:
+            dx = distributed.reduce_hidden_grad(dx, reduce_hidden_grad, group).to(hidden.dtype)
     return dx, dw, db
 
 
@@ -266,7 +283,7 @@ def _backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
-    reduce_hidden_grad: bool,
+    reduce_hidden_grad: str | None,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
@@ -304,7 +321,7 @@ def _backward_main_grad(
     entropies: Tensor | None,
     need_hidden: bool,
     need_bias: bool,
-    reduce_hidden_grad: bool,
+    reduce_hidden_grad: str | None,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
@@ -429,7 +446,7 @@ def linear_logprobs(
     entropy: str,
     inference_only: bool,
     group: Any,
-    reduce_hidden_grad: bool | None,
+    reduce_hidden_grad: str | None,
     weight_main_grad: Tensor | None,
     workspace_bytes: int,
     check: bool | None,
@@ -462,10 +479,20 @@ def linear_logprobs(
         if temperature.requires_grad:
             raise ValueError("temperature: expected no gradient (it gets none), got a tensor that requires grad")
         row_temperature, temperature = temperature, 1.0
+    if reduce_hidden_grad not in distributed.REDUCTIONS:
+        raise ValueError(f"reduce_hidden_grad: expected None, 'sum' or 'reduce_scatter', got {reduce_hidden_grad!r}")
+    if reduce_hidden_grad is not None and group is None:
+        raise ValueError(f"reduce_hidden_grad: expected a group with it, got {reduce_hidden_grad!r} and group=None")
+    rows = "to match hidden"
+    if reduce_hidden_grad == "reduce_scatter":
+        if len(shape) == 0:
+            raise ValueError("hidden: expected [N, H] or more for reduce_scatter, got one row [H]")
+        ranks = distributed.rank_and_size(group)[1]
+        shape, rows = torch.Size((ranks * shape[0], *shape[1:])), f"for {ranks} ranks with hidden"
     for name, tensor in (("targets", targets), ("active", active), ("temperature", row_temperature)):
         if tensor is None or tensor.shape == shape or (name == "temperature" and tensor.numel() == 1):
             continue
-        raise ValueError(f"{name}: expected {list(shape)} to match hidden {list(hidden.shape)}, got {list(tensor.shape)}")
+        raise ValueError(f"{name}: expected {list(shape)} {rows} {list(hidden.shape)}, got {list(tensor.shape)}")
     if weight_main_grad is not None and (
         weight_main_grad.shape != weight.shape or weight_main_grad.dtype != result_dtype(hidden)
     ):
@@ -473,14 +500,8 @@ def linear_logprobs(
             f"weight_main_grad: expected {list(weight.shape)} {dtype_name(result_dtype(hidden))}, "
             f"got {list(weight_main_grad.shape)} {dtype_name(weight_main_grad.dtype)}"
         )
-    if group is None:
-        if reduce_hidden_grad:
-            raise ValueError("reduce_hidden_grad: expected a group with it, got group=None")
-        group_name = None
-    else:
-        if vocab_size is None:
-            raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
-        group_name = group if isinstance(group, str) else group.group_name
+    if group is not None and vocab_size is None:
+        raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
     device = hidden.device.type
     compute_dtype = None
     if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -489,7 +510,7 @@ def linear_logprobs(
         hidden, weight, bias, targets, active, row_temperature, weight_main_grad, _number("temperature", temperature),
         None if softcap is None else _number("softcap", softcap), _number("logit_scale", logit_scale), ignore_index,
         out_of_vocab, valid_vocab, vocab_start, vocab_size, entropy, compute_dtype, workspace_bytes, check, backend,
-        group_name, bool(reduce_hidden_grad),
+        distributed.group_name(group), reduce_hidden_grad,
     )  # fmt: skip
     if inference_only:
         with torch.no_grad():

@@ -56,13 +56,13 @@ constexpr const char* kNames[kFields] = {"the call",
                                          "reduce_hidden_grad or the layout"};
 constexpr std::int64_t kAny = -1;  ///< agrees with everything: an empty shard may lack a bias
 
-struct Header {
+struct Fields {
   std::int64_t code;  ///< StatusCode of this rank's own checks
   std::int64_t shard_start, shard_size;
   std::array<std::int64_t, kFields> fields;
   std::array<char, 512 - 8 * (3 + kFields)> message;
 };
-static_assert(sizeof(Header) == 512);
+static_assert(sizeof(Fields) == sizeof(Header));
 
 /// FNV-1a over 64-bit words.
 struct Hash {
@@ -83,37 +83,6 @@ std::int64_t hash_rows(const ResolvedProblem& r) {
 }
 
 std::int64_t bits(double value) { return std::bit_cast<std::int64_t>(value); }
-
-Header make_header(const CallFacts& facts, const ResolvedProblem* r, const Status& local) {
-  Header header{};
-  header.code = static_cast<std::int64_t>(local.code());
-  local.message().copy(header.message.data(), header.message.size() - 1);
-  if (r == nullptr) return header;
-  const Problem& p = r->given;
-  header.shard_start = p.vocab_start;
-  header.shard_size = r->v_local;
-  Hash call;
-  for (const char* c = facts.name; *c != '\0'; ++c) call.add(static_cast<unsigned char>(*c));
-  header.fields[kCall] = static_cast<std::int64_t>(call.value);
-  header.fields[kRows] = r->n;
-  header.fields[kHidden] = r->h;
-  header.fields[kVocabSize] = r->vocab_size;
-  header.fields[kValidVocab] = r->valid_vocab;
-  header.fields[kEntropy] = static_cast<std::int64_t>(p.entropy);
-  header.fields[kTemperature] = bits(p.temperature);
-  header.fields[kLogitScale] = bits(p.logit_scale);
-  header.fields[kSoftcap] = p.softcap ? bits(*p.softcap) : 0;
-  header.fields[kIgnoreIndex] = p.ignore_index;
-  header.fields[kOutOfVocab] = static_cast<std::int64_t>(p.out_of_vocab);
-  header.fields[kInferenceOnly] = p.inference_only;
-  header.fields[kCompute] = static_cast<std::int64_t>(r->compute);
-  header.fields[kHiddenDtype] = static_cast<std::int64_t>(p.hidden.dtype);
-  header.fields[kBias] = r->v_local == 0 ? kAny : !p.bias.absent();
-  header.fields[kActive] = r->n == 0 ? kAny : !p.active.absent();
-  header.fields[kRowTemperature] = r->n == 0 ? kAny : !p.row_temperature.absent();
-  header.fields[kExtra] = facts.extra;
-  return header;
-}
 
 std::string show(std::size_t field, std::int64_t value) {
   switch (field) {
@@ -140,7 +109,46 @@ std::string show(std::size_t field, std::int64_t value) {
 
 Status failed(const std::string& message) { return {StatusCode::kCommunication, message}; }
 
-Status verdict(const std::vector<Header>& headers, int rank, const Status& local, bool shards) {
+}  // namespace
+
+Header make_header(const CallFacts& facts, const ResolvedProblem* r, const Status& local, Device device) {
+  Fields header{};
+  header.code = static_cast<std::int64_t>(local.code());
+  local.message().copy(header.message.data(), header.message.size() - 1);
+  if (r != nullptr) {
+    const Problem& p = r->given;
+    header.shard_start = p.vocab_start;
+    header.shard_size = r->v_local;
+    Hash call;
+    for (const char* c = facts.name; *c != '\0'; ++c) call.add(static_cast<unsigned char>(*c));
+    header.fields[kCall] = static_cast<std::int64_t>(call.value);
+    header.fields[kRows] = r->n;
+    header.fields[kHidden] = r->h;
+    header.fields[kVocabSize] = r->vocab_size;
+    header.fields[kValidVocab] = r->valid_vocab;
+    header.fields[kEntropy] = static_cast<std::int64_t>(p.entropy);
+    header.fields[kTemperature] = bits(p.temperature);
+    header.fields[kLogitScale] = bits(p.logit_scale);
+    header.fields[kSoftcap] = p.softcap ? bits(*p.softcap) : 0;
+    header.fields[kIgnoreIndex] = p.ignore_index;
+    header.fields[kOutOfVocab] = static_cast<std::int64_t>(p.out_of_vocab);
+    header.fields[kInferenceOnly] = p.inference_only;
+    header.fields[kCompute] = static_cast<std::int64_t>(r->compute);
+    header.fields[kHiddenDtype] = static_cast<std::int64_t>(p.hidden.dtype);
+    header.fields[kBias] = r->v_local == 0 ? kAny : !p.bias.absent();
+    header.fields[kActive] = r->n == 0 ? kAny : !p.active.absent();
+    header.fields[kRowTemperature] = r->n == 0 ? kAny : !p.row_temperature.absent();
+    header.fields[kRowValues] = local.ok() && device == Device::kCpu ? hash_rows(*r) : 0;
+    header.fields[kExtra] = facts.extra;
+  }
+  Header bytes;
+  std::memcpy(bytes.data(), &header, sizeof header);
+  return bytes;
+}
+
+Status header_verdict(std::span<const Header> all, const Status& local, bool shards) {
+  std::vector<Fields> headers(all.size());
+  std::memcpy(headers.data(), all.data(), all.size_bytes());
   if (!local.ok()) return local;
   for (std::size_t r = 0; r < headers.size(); ++r) {
     if (headers[r].code != static_cast<std::int64_t>(StatusCode::kOk))
@@ -169,21 +177,18 @@ Status verdict(const std::vector<Header>& headers, int rank, const Status& local
                     " (shards in rank order), got " + std::to_string(headers[r].shard_start));
     next += headers[r].shard_size;
   }
-  if (next != headers[static_cast<std::size_t>(rank)].fields[kVocabSize])
+  if (next != headers.front().fields[kVocabSize])
     return failed("vocab_size: expected the sum of all shards " + std::to_string(next) + ", got " +
-                  std::to_string(headers[static_cast<std::size_t>(rank)].fields[kVocabSize]));
+                  std::to_string(headers.front().fields[kVocabSize]));
   return {};
 }
 
-}  // namespace
-
 Status agree(Communicator& group, const CallFacts& facts, const ResolvedProblem* problem, const Status& local,
              bool shards) {
-  Header mine = make_header(facts, problem, local);
-  if (local.ok() && problem != nullptr && group.device() == Device::kCpu) mine.fields[kRowValues] = hash_rows(*problem);
+  const Header mine = make_header(facts, problem, local, group.device());
   std::vector<Header> all(static_cast<std::size_t>(group.size()));
-  if (Status sent = group.exchange(&mine, all.data(), sizeof mine); !sent.ok()) return local.ok() ? sent : local;
-  return verdict(all, group.rank(), local, shards);
+  if (Status sent = group.exchange(mine.data(), all.data(), sizeof mine); !sent.ok()) return local.ok() ? sent : local;
+  return header_verdict(all, local, shards);
 }
 
 }  // namespace lmhead
