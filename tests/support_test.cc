@@ -1,4 +1,5 @@
-// Candidate sets against a dense fp64 reference: values, gradients, shards, budgets, errors.
+// Candidate sets and selected ids against a dense fp64 reference: values, gradients, shards, budgets, errors.
+#include "lmhead/selected.h"
 #include "lmhead/support.h"
 
 #include <gtest/gtest.h>
@@ -241,6 +242,72 @@ INSTANTIATE_TEST_SUITE_P(Types, SupportValues,
                            return std::string(to_string(std::get<0>(test.param))) + "_K" +
                                   std::to_string(std::get<1>(test.param));
                          });
+
+TEST(Selected, LogitsOverShardsMinusLse) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
+    Case c;
+    c.dtype = dtype;
+    c.bias = true;
+    c.softcap = 6.0;
+    Data d(c);
+    std::vector<std::int64_t> ids(d.ids.begin(), d.ids.end());  // int64, as torch.topk gives them
+    const Problem whole = d.problem().head;
+    const auto n = static_cast<std::size_t>(c.n), k = static_cast<std::size_t>(c.k);
+    Results out(d);
+    Problem metric = whole;
+    metric.entropy = EntropyMode::kOff;
+    ASSERT_TRUE(forward(metric, {out.vector(out.logprob), {}, out.vector(out.lse)}).ok());
+    // One forward a column gives the expected numbers.
+    std::vector<double> want(n * k);
+    std::vector<std::int64_t> column(n);
+    for (std::size_t j = 0; j < k; ++j) {
+      for (std::size_t i = 0; i < n; ++i)
+        column[i] = ids[i * k + j] < 0 || d.targets[i] == -100 ? -100 : ids[i * k + j];
+      Problem p = metric;
+      p.targets.data = column.data();
+      Results one(d);
+      ASSERT_TRUE(forward(p, {one.vector(one.logprob), {}, {}}).ok());
+      for (std::size_t i = 0; i < n; ++i) want[i * k + j] = one.at(one.logprob, static_cast<std::int64_t>(i));
+    }
+    for (const std::vector<std::int64_t>& cuts : {std::vector<std::int64_t>{0, c.v}, {0, 40, 40, c.v}}) {
+      const auto shards = cuts.size() - 1;
+      std::vector<std::byte> logits(shards * n * k * out.size), selected(n * k * out.size, std::byte{0xff});
+      for (std::size_t s = 0; s < shards; ++s) {
+        SelectedProblem p{d.problem(cuts[s], cuts[s + 1]).head, {ids.data(), c.n, c.k, c.k, DType::kInt64}};
+        ASSERT_TRUE(selected_logits(p, {logits.data() + s * n * k * out.size, c.n, c.k, c.k, out.dtype}).ok());
+      }
+      const SelectedProblem p{metric, {ids.data(), c.n, c.k, c.k, DType::kInt64}};
+      ASSERT_TRUE(selected_combine(p, {logits.data(), static_cast<std::int64_t>(shards * n), c.k, c.k, out.dtype},
+                                   out.cvector(out.lse), out.cvector(out.logprob),
+                                   {selected.data(), c.n, c.k, c.k, out.dtype})
+                      .ok());
+      const double tolerance = dtype == DType::kFloat64 ? 1e-12 : 4e-6;
+      for (std::size_t e = 0; e < n * k; ++e) {
+        const double got = load_float(selected.data(), out.dtype, static_cast<std::int64_t>(e));
+        EXPECT_TRUE(std::abs(got - want[e]) <= tolerance) << e << ": " << got << ", expected " << want[e];
+        if (ids[e] == d.targets[e / k]) {
+          EXPECT_EQ(got, out.at(out.logprob, static_cast<std::int64_t>(e / k)));
+        }
+      }
+    }
+  }
+}
+
+TEST(Selected, BadInputNamesTheArgument) {
+  const Data d(Case{});
+  std::vector<std::int64_t> ids(d.ids.begin(), d.ids.end());
+  std::vector<float> logits(ids.size());
+  const Matrix out{logits.data(), 13, 8, 8, DType::kFloat32};
+  SelectedProblem p{d.problem().head, {ids.data(), 13, 8, 8, DType::kInt16}};
+  EXPECT_EQ(selected_logits(p, out).message(), "ids: expected int32 or int64, got int16");
+  p.ids.dtype = DType::kInt64;
+  ids[40] = 320;
+  EXPECT_EQ(selected_logits(p, out).message(),
+            "ids: expected ids in [0, 320) or -1 as padding, got 320 at row 5, column 0");
+  ids[40] = -1;
+  EXPECT_EQ(selected_logits(p, {logits.data(), 13, 7, 7, DType::kFloat32}).message(),
+            "logits: expected [13, 8], got [13, 7]");
+}
 
 TEST(Support, ShardsGiveTheBitsOfOneRank) {
   for (std::int64_t v : {320, 321}) {

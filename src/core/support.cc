@@ -18,38 +18,11 @@ Result<ResolvedSupport> resolve(const SupportProblem& p, const Execution& execut
   const ConstMatrix& ids = p.support_ids;
   if (ids.dtype != DType::kInt32)
     return Status(StatusCode::kTypeMismatch, std::string("support_ids: expected int32, got ") + to_string(ids.dtype));
-  if (ids.rows != head->n || ids.cols < 0)
-    return Status(StatusCode::kInvalidArgument, "support_ids: expected [" + str(head->n) + ", K], got [" +
-                                                    str(ids.rows) + ", " + str(ids.cols) + "]");
-  if (ids.rows > 1 && ids.row_stride < ids.cols)
-    return Status(StatusCode::kInvalidArgument, "support_ids: expected row stride >= " + str(ids.cols) +
-                                                    " (contiguous columns), got " + str(ids.row_stride));
-  if (ids.data == nullptr && ids.rows > 0 && ids.cols > 0)
-    return Status(StatusCode::kInvalidArgument, "support_ids: expected data, got a null pointer");
+  LMHEAD_RETURN_IF_ERROR(check_ids("support_ids", ids, head->n));
   if (p.head.out_of_vocab != OutOfVocab::kError)
     return Status(StatusCode::kInvalidArgument,
                   "out_of_vocab: expected \"error\" with candidate sets, got \"zero\": a sampled id is always scored");
-  return ResolvedSupport{*head, ids, ids.cols};
-}
-
-Result<const SupportImplementation*> choose(const Execution& execution) {
-  static const SupportImplementation* const kList[] = {
-#if LMHEAD_HAS_CUDA
-    // kSupportCuda
-#endif
-    &kSupportCpu,
-  };
-  const std::string wanted = execution.backend != nullptr ? execution.backend : "auto";
-  std::string names;
-  for (const SupportImplementation* candidate : kList) {
-    names += std::string(names.empty() ? "" : ", ") + candidate->name;
-    if (candidate->device != execution.device || (wanted != "auto" && wanted != candidate->name)) continue;
-    LMHEAD_RETURN_IF_ERROR(candidate->available());
-    return candidate;
-  }
-  return Status(StatusCode::kInvalidArgument,
-                "backend: candidate sets expected auto or one of " + names + " for tensors on " +
-                    (execution.device == Device::kCpu ? "the CPU" : "a CUDA device") + ", got " + wanted);
+  return ResolvedSupport{*head, ids, ids.cols, "support_ids"};
 }
 
 Status check_outputs(const ResolvedSupport& r, const SupportOutputs& out) {
@@ -69,7 +42,7 @@ Status call(const SupportProblem& given, const Execution& execution, bool read_v
   Result<ResolvedSupport> r = resolve(given, execution);
   if (!r.ok()) return r.status();
   LMHEAD_RETURN_IF_ERROR(check(*r));
-  Result<const SupportImplementation*> implementation = choose(execution);
+  Result<const SupportImplementation*> implementation = choose_support(execution);
   if (!implementation.ok()) return implementation.status();
   if (operation != nullptr) {
     Result<WorkspaceSize> needed = (*implementation)->workspace_size(*r, *operation, gradients, execution);
@@ -85,6 +58,45 @@ constexpr Operation kPartial = Operation::kForwardPartial, kWhole = Operation::k
 
 }  // namespace
 
+Result<const SupportImplementation*> choose_support(const Execution& execution) {
+  static const SupportImplementation* const kList[] = {
+#if LMHEAD_HAS_CUDA
+    &kSupportCuda,
+#endif
+    &kSupportCpu,
+  };
+  const std::string wanted = execution.backend != nullptr ? execution.backend : "auto";
+  std::string names;
+  for (const SupportImplementation* candidate : kList) {
+    names += std::string(names.empty() ? "" : ", ") + candidate->name;
+    if (candidate->device != execution.device || (wanted != "auto" && wanted != candidate->name)) continue;
+    LMHEAD_RETURN_IF_ERROR(candidate->available());
+    return candidate;
+  }
+  return Status(StatusCode::kInvalidArgument,
+                "backend: candidate sets expected auto or one of " + names + " for tensors on " +
+                    (execution.device == Device::kCpu ? "the CPU" : "a CUDA device") + ", got " + wanted);
+}
+
+Status check_ids(const char* name, const ConstMatrix& ids, std::int64_t n) {
+  const std::string argument(name);
+  if (ids.rows != n || ids.cols < 0)
+    return {StatusCode::kInvalidArgument,
+            argument + ": expected [" + str(n) + ", K], got [" + str(ids.rows) + ", " + str(ids.cols) + "]"};
+  if (ids.rows > 1 && ids.row_stride < ids.cols)
+    return {StatusCode::kInvalidArgument, argument + ": expected row stride >= " + str(ids.cols) +
+                                              " (contiguous columns), got " + str(ids.row_stride)};
+  if (ids.data == nullptr && ids.rows > 0 && ids.cols > 0)
+    return {StatusCode::kInvalidArgument, argument + ": expected data, got a null pointer"};
+  return {};
+}
+
+Status bad_support_id(const ResolvedSupport& r, std::int64_t id, std::int64_t row, std::int64_t column) {
+  return {StatusCode::kInvalidArgument, std::string(r.ids_name) + ": expected ids in [0, " + str(r.head.valid_vocab) +
+                                            ") or -1 as padding, got " + str(id) + " at row " + str(row) + ", column " +
+                                            str(column)};
+}
+
 Status check_host_support_values(const ResolvedSupport& r) {
   LMHEAD_RETURN_IF_ERROR(check_host_values(r.head));
   const Problem& p = r.head.given;
@@ -92,10 +104,7 @@ Status check_host_support_values(const ResolvedSupport& r) {
     if ((!p.active.absent() && load_int(p.active, i) <= 0) || load_int(p.targets, i) == p.ignore_index) continue;
     for (std::int64_t k = 0; k < r.k; ++k) {
       const std::int64_t id = load_int(r.ids.data, r.ids.dtype, i * r.ids.row_stride + k);
-      if (id < -1 || id >= r.head.valid_vocab)
-        return {StatusCode::kInvalidArgument, "support_ids: expected ids in [0, " + str(r.head.valid_vocab) +
-                                                  ") or -1 as padding, got " + str(id) + " at row " + str(i) +
-                                                  ", column " + str(k)};
+      if (id < -1 || id >= r.head.valid_vocab) return bad_support_id(r, id, i, k);
     }
   }
   return {};
@@ -105,7 +114,7 @@ Result<WorkspaceSize> support_workspace_size(const SupportProblem& given, Operat
                                              const BackwardOutputs& gradients, const Execution& execution) {
   Result<ResolvedSupport> r = resolve(given, execution);
   if (!r.ok()) return r.status();
-  Result<const SupportImplementation*> implementation = choose(execution);
+  Result<const SupportImplementation*> implementation = choose_support(execution);
   if (!implementation.ok()) return implementation.status();
   return (*implementation)->workspace_size(*r, operation, gradients, execution);
 }

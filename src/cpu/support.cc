@@ -9,8 +9,8 @@
 #include <new>
 #include <vector>
 
+#include "cpu/head_row.h"
 #include "cpu/parallel.h"
-#include "cpu/rows.h"
 
 namespace lmhead {
 namespace {
@@ -18,29 +18,16 @@ namespace {
 constexpr std::int64_t kRowGrain = 8;          // rows a thread takes at least
 constexpr std::int64_t kVocabularyGrain = 64;  // weight rows a thread takes at least
 
-/// Dot product over 16 interleaved partial sums: a fixed order that every SIMD width can keep.
-template <class T>
-T dot(const T* x, const T* w, std::int64_t h) {
-  T lane[16] = {};
-  std::int64_t k = 0;
-  for (; k + 16 <= h; k += 16)
-    for (int l = 0; l < 16; ++l) lane[l] += x[k + l] * w[k + l];
-  for (int l = 0; k < h; ++k, ++l) lane[l] += x[k] * w[k];
-  for (int width = 8; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
-  return lane[0];
-}
-
 /// One row of the problem: its distinct members and their logits on this shard.
 template <class T>
-class SupportRow {
+class SupportRow : public HeadRow<T> {
  public:
-  explicit SupportRow(const ResolvedSupport& r)
-      : r_(r), x_(static_cast<std::size_t>(r.head.h)), w_(x_.size()), exact_row_(x_.size()) {}
+  using HeadRow<T>::here;
+  using HeadRow<T>::logit;
+  explicit SupportRow(const ResolvedSupport& r) : HeadRow<T>(r.head), r_(r) {}
 
   /// Loads row i. False when the row is inactive or its set is empty.
   bool load(std::int64_t i) {
-    i_ = i;
     if (!is_active(r_.head, i)) return false;
     const auto* ids = static_cast<const std::int32_t*>(r_.ids.data) + i * r_.ids.row_stride;
     members_.clear();
@@ -52,8 +39,7 @@ class SupportRow {
     if (members_.empty()) return bad_;
     std::sort(members_.begin(), members_.end());
     members_.erase(std::unique(members_.begin(), members_.end()), members_.end());
-    fetch(r_.head.given.hidden, i, x_);
-    t_ = static_cast<T>(temperature(r_.head, i));
+    HeadRow<T>::load(i);
     target_ = load_int(r_.head.given.targets, i);
     bad_ |= target_ < 0 || target_ >= r_.head.valid_vocab;
     return true;
@@ -62,29 +48,7 @@ class SupportRow {
   const std::vector<std::int64_t>& members() const { return members_; }
   std::int64_t target() const { return target_; }
   bool bad() const { return bad_; }
-  bool here(std::int64_t id) const {
-    return id >= r_.head.given.vocab_start && id < r_.head.given.vocab_start + r_.head.v_valid;
-  }
   bool is_member(std::int64_t id) const { return std::binary_search(members_.begin(), members_.end(), id); }
-
-  /// z of a column that is here(); leaves its weight row in w().
-  T logit(std::int64_t id) {
-    const Problem& p = r_.head.given;
-    const std::int64_t j = id - p.vocab_start;
-    fetch(p.weight, j, w_);
-    T raw = dot(x_.data(), w_.data(), r_.head.h);
-    if (!p.bias.absent()) raw += static_cast<T>(load_float(p.bias, j));
-    raw *= static_cast<T>(p.logit_scale);
-    if (p.softcap) raw = static_cast<T>(*p.softcap) * std::tanh(raw / static_cast<T>(*p.softcap));
-    return raw / t_;
-  }
-  T slope(T z) const {
-    const Problem& p = r_.head.given;
-    const T saturation = p.softcap ? z * t_ / static_cast<T>(*p.softcap) : T(0);
-    return static_cast<T>(p.logit_scale) / t_ * (T(1) - saturation * saturation);
-  }
-  const std::vector<T>& x() const { return x_; }
-  const std::vector<T>& w() const { return w_; }
 
   SoftmaxStateT<T> state() {
     if (bad_) {
@@ -108,26 +72,10 @@ class SupportRow {
   }
 
  private:
-  void fetch(const ConstMatrix& m, std::int64_t row, std::vector<T>& out) {
-    if (m.dtype == DType::kBFloat16 && r_.head.compute != DType::kFloat16) {
-      const auto* bits = reinterpret_cast<const std::uint16_t*>(row_data(m, row));
-      for (std::size_t k = 0; k < out.size(); ++k) out[k] = static_cast<T>(bf16_to_float(bits[k]));
-    } else if (m.dtype == DType::kFloat32 && r_.head.compute == DType::kFloat32) {
-      const auto* values = reinterpret_cast<const float*>(row_data(m, row));
-      std::copy(values, values + out.size(), out.begin());
-    } else {
-      load_row(m, row, r_.head.compute, exact_row_.data());
-      for (std::size_t k = 0; k < out.size(); ++k) out[k] = static_cast<T>(exact_row_[k]);
-    }
-  }
-
   const ResolvedSupport& r_;
-  std::int64_t i_ = 0, target_ = 0;
+  std::int64_t target_ = 0;
   bool bad_ = false;
-  T t_ = 1;
   std::vector<std::int64_t> members_;
-  std::vector<T> x_, w_;
-  std::vector<double> exact_row_;
 };
 
 /// Whether row i counts: active, with a member anywhere in the vocabulary.
@@ -312,6 +260,47 @@ class Backward {
   T* dl_ = nullptr;  // [N, K + 1]
 };
 
+template <class T>
+void selected_rows(const ResolvedSupport& r, const Matrix& logits, const Execution& execution) {
+  parallel_for(execution.threads, r.head.n, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
+    HeadRow<T> row(r.head);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const bool active = is_active(r.head, i);
+      if (active) row.load(i);
+      for (std::int64_t k = 0; k < r.k; ++k) {
+        const std::int64_t id = load_int(r.ids.data, r.ids.dtype, i * r.ids.row_stride + k);
+        const bool scored = active && row.here(id);
+        store_float(logits, i, k,
+                    scored ? static_cast<double>(row.logit(id)) : std::numeric_limits<double>::infinity());
+      }
+    }
+  });
+}
+
+Status selected_combine(const ResolvedSupport& r, const ConstMatrix& logits, const ConstVector& lse,
+                        const ConstVector& logprob, const Matrix& selected, const Execution&) {
+  const std::int64_t n = r.head.n, shards = n == 0 ? 1 : logits.rows / n;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const bool active = is_active(r.head, i);
+    for (std::int64_t k = 0; k < r.k; ++k) {
+      const std::int64_t id = load_int(r.ids.data, r.ids.dtype, i * r.ids.row_stride + k);
+      double z = std::numeric_limits<double>::infinity();
+      for (std::int64_t s = 0; s < shards; ++s) {
+        const double part = load_float(logits, s * n + i, k);
+        if (!(part >= z)) z = part;  // the minimum; NaN wins
+      }
+      double value = 0;
+      if (active && id != -1) {
+        value = z == std::numeric_limits<double>::infinity() ? std::numeric_limits<double>::quiet_NaN()
+                                                             : z - load_float(lse, i);
+        if (id == load_int(r.head.given.targets, i)) value = load_float(logprob, i);
+      }
+      store_float(selected, i, k, value);
+    }
+  }
+  return {};
+}
+
 constexpr std::size_t kDefaultBudget = std::size_t{64} << 20;
 std::size_t budget_of(const Execution& e) { return e.workspace_budget != 0 ? e.workspace_budget : kDefaultBudget; }
 
@@ -373,6 +362,16 @@ const SupportImplementation kSupportCpu = {
           return r.head.result == DType::kFloat64 ? run_backward<double>(r, in, out, e)
                                                   : run_backward<float>(r, in, out, e);
         },
+    .selected_logits =
+        [](const ResolvedSupport& r, const Matrix& logits, const Execution& e) {
+          if (r.head.result == DType::kFloat64) {
+            selected_rows<double>(r, logits, e);
+          } else {
+            selected_rows<float>(r, logits, e);
+          }
+          return Status();
+        },
+    .selected_combine = selected_combine,
 };
 
 }  // namespace lmhead
