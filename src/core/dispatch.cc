@@ -72,7 +72,7 @@ std::span<const Implementation* const> implementations() {
     // kSm90Cuda
     &kPortableCuda,
 #endif
-    // kBlockedCpu
+    &kBlockedCpu,
     &kReferenceCpu,
   };
   return kList;

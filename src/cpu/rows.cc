@@ -77,6 +77,10 @@ ResolvedProblem row_range(const ResolvedProblem& r, std::int64_t begin, std::int
   return part;
 }
 
+ForwardOutputs row_range(const ForwardOutputs& out, std::int64_t begin, std::int64_t end) {
+  return {slice(out.logprob, begin, end), slice(out.entropy, begin, end), slice(out.lse, begin, end)};
+}
+
 Status forward_host(const Implementation& backend, const ResolvedProblem& r, const ForwardOutputs& out,
                     const Execution& execution) {
   const std::int64_t rows = std::min(r.n, kRowsPerChunk);
@@ -86,10 +90,8 @@ Status forward_host(const Implementation& backend, const ResolvedProblem& r, con
     const ResolvedProblem part = row_range(r, begin, end);
     const Matrix state{states.data(), part.n, kStateWidth, kStateWidth, r.result};
     LMHEAD_RETURN_IF_ERROR(backend.forward_partial(part, state, execution));
-    const ForwardOutputs part_out{slice(out.logprob, begin, end), slice(out.entropy, begin, end),
-                                  slice(out.lse, begin, end)};
-    LMHEAD_RETURN_IF_ERROR(
-        combine_host(part, {state.data, state.rows, state.cols, state.row_stride, state.dtype}, part_out, execution));
+    LMHEAD_RETURN_IF_ERROR(combine_host(part, {state.data, state.rows, state.cols, state.row_stride, state.dtype},
+                                        row_range(out, begin, end), execution));
   }
   return {};
 }

@@ -47,7 +47,8 @@ Status combine_host(const ResolvedProblem& r, const ConstMatrix& states, const F
 /// forward() as forward_partial and combine over row chunks, for every CPU backend.
 Status forward_host(const Implementation& backend, const ResolvedProblem& r, const ForwardOutputs& out,
                     const Execution& execution);
-/// The problem restricted to rows [begin, end).
+/// The problem, and the results, restricted to rows [begin, end).
 ResolvedProblem row_range(const ResolvedProblem& r, std::int64_t begin, std::int64_t end);
+ForwardOutputs row_range(const ForwardOutputs& out, std::int64_t begin, std::int64_t end);
 
 }  // namespace lmhead

@@ -1,0 +1,35 @@
+// The GEMM that is always there, and the choice between the libraries.
+#include "cpu/gemm.h"
+
+#if LMHEAD_HAS_ONEDNN
+#include <omp.h>
+#endif
+
+namespace lmhead {
+
+const GemmLibrary kOwnGemm = {
+    .supports = [](DType) { return true; },
+    .scratch_bytes = [](const GemmShape&) { return tile_kernels().gemm_scratch_bytes; },
+    .multiply = [](const GemmShape& shape, const void* a, const void* b, float* c, void* scratch,
+                   std::size_t) { tile_kernels().gemm(shape, a, b, c, scratch); },
+    .describe = [](DType) { return std::string("own blocked loop, ") + tile_kernels().name; },
+};
+
+const GemmLibrary& gemm_library(DType compute) {
+#if LMHEAD_HAS_ONEDNN
+  if (kOneDnnGemm.supports(compute)) return kOneDnnGemm;
+#endif
+  (void)compute;
+  return kOwnGemm;
+}
+
+#if LMHEAD_HAS_ONEDNN
+// oneDNN asks OpenMP for the thread count of the calling thread, and a new std::thread starts with all.
+SingleThreaded::SingleThreaded() : previous_(omp_get_max_threads()) { omp_set_num_threads(1); }
+SingleThreaded::~SingleThreaded() { omp_set_num_threads(previous_); }
+#else
+SingleThreaded::SingleThreaded() = default;
+SingleThreaded::~SingleThreaded() = default;
+#endif
+
+}  // namespace lmhead
