@@ -27,8 +27,8 @@ struct Report {
 ///     and from the fp32 lse that the contract saves;
 ///   where one column holds all the mass (one_hot, aligned, V = 1) the effect of an error of
 ///     1e-6 + 2^-22 max(...) in log p comes on top; on db one fp32 rounding a row;
-///   single rows of dX: no more than 4 x the worst row of the floor, so that one wrong row in a large
-///     batch shows;
+///   single rows of dX: no more than 4 x the worst row of the floor plus that effect, so that one wrong
+///     row in a large batch shows;
 ///   logprob <= 0 <= entropy; rows that are not active hold 0; rows without upstream gradient have dX = 0.
 /// fp64 problems: 1e-11 (1 + max(|m|, |z_y|)) and 1e-10 relative
 /// plus the effect of 1e-12 in log p.

@@ -101,7 +101,7 @@ class Runner {
         out.hidden = dx.rows(options_.accumulate ? 0 : c.n * static_cast<std::int64_t>(k), c.n);
         out.weight = dw.rows(start, shard.weight.rows);
         out.bias = db.elements(start, shard.weight.rows);
-        if (!shard.bias.absent() || c.bias) out.bias.size = shard.weight.rows;
+
         out.accumulate_hidden = options_.accumulate && options_.want_dx;
         out.accumulate_weight = options_.accumulate && options_.want_dw;
         out.accumulate_bias = options_.accumulate && !out.bias.absent();
