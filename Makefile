@@ -63,5 +63,40 @@ run: $(LMHEAD) venv
 	$(PYTHON) examples/compare_torch.py --lmhead $(LMHEAD) --out out
 	@echo 'Open out/report.html in a browser. Per-token results: out/scores.safetensors, out/scores.jsonl'
 
+# Style, and the rule that what frameworks and devices bring stays in its own folder.
+SOURCES := git ls-files '*.cc' '*.h' '*.cu' '*.cuh'
+check:
+	@command -v clang-format > /dev/null || { echo 'check: clang-format is missing'; exit 1; }
+	@$(SOURCES) | xargs clang-format --dry-run -Werror
+	@! grep -nE '^ *# *include *[<"](cuda|cublas|nccl|mpi|torch|ATen|c10|Python|pybind11|nanobind)' \
+		$$(git ls-files include src | grep -vE '^src/(cuda/|dist/(mpi|nccl))' | grep -E '[.](cc|h)$$')
+	@echo 'check: clang-format and includes are clean'
+
+# ctest of one preset; its closing lines go to build/summary, which `make test` ends with.
+define run_ctest
+	@echo "== ctest $(1)"
+	@ctest --preset $(1) $(2) | tee build/ctest-$(1).log
+	@{ echo "ctest $(1):"; grep -E 'tests passed|Total Test time' build/ctest-$(1).log; } >> build/summary
+endef
+
+test: deps-test venv check
+	@mkdir -p build && : > build/summary
+	cmake --preset release -DLMHEAD_WERROR=ON -DLMHEAD_TESTS=ON
+	cmake --build build/release -j $(JOBS)
+	$(call run_ctest,release)
+	cmake --preset asan && cmake --build build/asan -j $(JOBS)
+	$(call run_ctest,asan)
+	cmake --preset tsan && cmake --build build/tsan -j $(JOBS)
+	$(call run_ctest,tsan)
+	@if [ -f pyproject.toml ]; then rm -rf build/python-package; \
+		$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+			--target build/python-package .; fi
+	@echo "== pytest"
+	@PYTHONPATH=$(abspath build/python-package) LMHEAD_COMMAND=$(abspath $(LMHEAD)) \
+		LMHEAD_ASAN_COMMAND=$(abspath build/asan/lmhead) \
+		$(PYTHON) -m pytest -q -rs tests/python | tee build/pytest.log
+	@{ echo "pytest:"; tail -n 1 build/pytest.log; } >> build/summary
+	@echo "== summary" && cat build/summary
+
 clean:
 	rm -rf build out

@@ -7,9 +7,11 @@
 #include <stdexcept>
 #include <string>
 
-#include <CLI/CLI.hpp>
-
 #include "lmhead/status.h"
+
+namespace CLI {
+class App;  // <CLI/CLI.hpp> is slow to compile; only files that register options include it
+}
 
 namespace lmhead::tools {
 

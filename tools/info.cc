@@ -1,4 +1,5 @@
 // lmhead info: version, machine, backends and why one is not available.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <memory>

@@ -1,4 +1,5 @@
 // The `lmhead` command: exit 0 done, 1 failed while running, 2 bad usage or input, 130 interrupted.
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -21,7 +22,9 @@ int main(int argc, char** argv) {
                "lmhead");
   app.set_version_flag("--version", std::string("lmhead ") + lmhead::version());
   app.require_subcommand(1);
-  app.failure_message(CLI::FailureMessage::simple);
+  app.failure_message([](const CLI::App*, const CLI::Error& error) {
+    return std::string("lmhead: ") + error.what() + " (lmhead --help, lmhead COMMAND --help)\n";
+  });
 
   add_score(app);
   add_info(app);

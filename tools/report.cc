@@ -41,6 +41,10 @@ std::string escape(std::string_view text) {
   return out;
 }
 
+std::string without_leading_spaces(const std::string& text) {
+  return text.substr(std::min(text.find_first_not_of(' '), text.size()));
+}
+
 std::string number(const std::optional<double>& value, int digits) {
   return value ? fmt::format("{:.{}f}", *value, digits) : "\u2013";
 }
@@ -113,8 +117,8 @@ struct Page {
       const Figures& f = scores.sequences[s];
       std::string least = "\u2013";
       if (f.least_row)
-        least = fmt::format("<span class=tok>{}</span> {:.2f}", escape(text(id_of(*f.least_row))),
-                            -scores.logprob[*f.least_row]);
+        least = fmt::format("<span class=tok>{}</span> {:.2f}",
+                            escape(without_leading_spaces(text(id_of(*f.least_row)))), -scores.logprob[*f.least_row]);
       const bool shown = batch.cu_seqlens[s] < kMaxTokens;
       out += fmt::format("<tr><th scope=row>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}</tr>\n",
                          shown ? fmt::format("<a href=\"#q{}\">{}</a>", s, s) : std::to_string(s), f.rows, f.scored,

@@ -53,7 +53,8 @@ label{cursor:pointer}
 .text .at{outline:2px solid var(--focus);outline-offset:1px}
 .eol{color:var(--soft);font-size:.75em;user-select:none}
 #detail{position:fixed;left:0;right:0;bottom:0;background:var(--card);border-top:1px solid var(--line);
-padding:.5rem 1.25rem;font-size:.9rem;font-variant-numeric:tabular-nums;min-height:2.4rem}
+padding:.5rem 1.25rem;font-size:.9rem;font-variant-numeric:tabular-nums}
+#detail:empty{display:none}
 )css"
                                                  R"css(
 body:has(#by-s:checked) .s1{background:var(--s1);color:var(--s1i)}body:has(#by-s:checked) .s2{background:var(--s2);color:var(--s2i)}

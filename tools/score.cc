@@ -1,4 +1,5 @@
 // lmhead score: log-prob and entropy of every token of a batch under a model's head.
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <unistd.h>
 
