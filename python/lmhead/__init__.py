@@ -83,6 +83,7 @@ def linear_logprobs(
     group: ProcessGroup | None = None,
     reduce_hidden_grad: str | None = None,
     weight_main_grad: Array | None = None,
+    compute_dtype: Any = None,
     workspace_bytes: int | None = None,
     cache_bytes: int = 0,
     check: bool | None = None,
@@ -104,7 +105,6 @@ def linear_logprobs(
         hidden: [..., H] bf16, fp16, fp32 (fp64: reference backend). Read in place when its rows are evenly
             spaced; anything else is copied for the duration of the call.
         weight: [V, H], any of these types; columns contiguous, rows at any stride. This rank's rows with `group`.
-            The products run in the weight's type, under autocast in autocast's.
         targets: [...] int32 or int64, global ids. `ignore_index` makes a row inactive.
         bias: [V], optional.
         return_entropy: also return the entropy. Alone, it is a metric: no gradient, and log-prob and every
@@ -129,6 +129,8 @@ def linear_logprobs(
             parallelism): hidden is this rank's share [N / size, ..., H] of the rows, in rank order, is gathered
             for the call, and gets its own rows' gradient; targets and the other row data are whole.
         weight_main_grad: [V, H] fp32: the weight's gradient is added to it, and the weight gets none.
+        compute_dtype: torch dtype in which hidden and weight are multiplied (accumulation stays fp32); the weight is
+            rounded tile by tile. Default: autocast's, else the weight's.
         workspace_bytes: budget for scratch memory. Default: 64 MiB on the CPU, 512 MiB on a GPU.
         cache_bytes: at most this much may be kept from the forward to speed up the backward. No backend of this
             version keeps any.
@@ -166,8 +168,14 @@ def linear_logprobs(
     if not hasattr(hidden, "data_ptr"):  # not a torch.Tensor; torch is not imported to find out
         if type(hidden).__module__ != "numpy":
             raise TypeError(f"hidden: expected torch.Tensor or numpy.ndarray, got {type(hidden).__name__}")
-        if group is not None or weight_main_grad is not None or reduce_hidden_grad:
-            raise TypeError("hidden: expected torch.Tensor with group or weight_main_grad, got numpy.ndarray")
+        for name, value in (
+            ("group", group),
+            ("reduce_hidden_grad", reduce_hidden_grad),
+            ("weight_main_grad", weight_main_grad),
+            ("compute_dtype", compute_dtype),
+        ):
+            if value is not None:
+                raise TypeError(f"hidden: expected torch.Tensor with {name}, got numpy.ndarray")
         from . import _numpy
 
         return _numpy.linear_logprobs(hidden, weight, targets, **options)
@@ -180,6 +188,7 @@ def linear_logprobs(
         group=group,
         reduce_hidden_grad=reduce_hidden_grad,
         weight_main_grad=weight_main_grad,
+        compute_dtype=compute_dtype,
         **options,
     )
 

@@ -268,6 +268,61 @@ def _upstream(gradient: Tensor | None, call: _Call) -> Tensor | None:
     return None if gradient is None else gradient.to(call.result_dtype).reshape(-1)
 
 
+@torch.library.custom_op("lmhead::softmax_state", mutates_args=())
+def _softmax_state(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    compute_dtype: torch.dtype | None,
+) -> Tensor:
+    options = dict.fromkeys(_OPTIONS) | {
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "compute_dtype": compute_dtype,
+        "ignore_index": -(2**63),
+        "out_of_vocab": "zero",
+        "vocab_start": 0,
+        "entropy": "off",
+        "workspace_bytes": 0,
+        "backend": "auto",
+    }
+    call = _Call(hidden, weight, bias, targets, None, None, options)
+    with call.guard():
+        state = torch.empty((call.hidden.shape[0], STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+        call.reserve_workspace(_core.Operation.forward_partial)
+        _core.forward_partial(call.problem, _output_matrix(state), call.execution)
+    return state.view(*targets.shape, STATE_WIDTH)
+
+
+@_softmax_state.register_fake
+def _(hidden, weight, bias, targets, *options):
+    return hidden.new_empty((*targets.shape, STATE_WIDTH), dtype=result_dtype(hidden))
+
+
+def softmax_state(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Partial-softmax state [..., 4] of each row: the maximum m of z, sum 2^u, sum 2^u u with u = (z - m) log2 e, and z
+    at the target (+inf if it is outside the vocabulary). No gradient."""
+    if compute_dtype is None and torch.is_autocast_enabled(hidden.device.type):
+        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+    with torch.no_grad():
+        return _softmax_state(hidden, weight, bias, targets, temperature, softcap, logit_scale, compute_dtype)
+
+
 @torch.library.custom_op("lmhead::linear_logprobs_backward", mutates_args=())
 def _backward(
     dlogprob: Tensor | None,
@@ -448,6 +503,7 @@ def linear_logprobs(
     group: Any,
     reduce_hidden_grad: str | None,
     weight_main_grad: Tensor | None,
+    compute_dtype: torch.dtype | None,
     workspace_bytes: int,
     check: bool | None,
     backend: str,
@@ -503,8 +559,7 @@ def linear_logprobs(
     if group is not None and vocab_size is None:
         raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
     device = hidden.device.type
-    compute_dtype = None
-    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
+    if compute_dtype is None and hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
         compute_dtype = torch.get_autocast_dtype(device)
     arguments = (
         hidden, weight, bias, targets, active, row_temperature, weight_main_grad, _number("temperature", temperature),
