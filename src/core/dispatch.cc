@@ -69,7 +69,7 @@ Result<Call> plan_call(const Problem& given, const Execution& execution) {
 std::span<const Implementation* const> implementations() {
   static const Implementation* const kList[] = {
 #if LMHEAD_HAS_CUDA
-    // kSm90Cuda
+    &kSm90Cuda,
     &kPortableCuda,
 #endif
     &kBlockedCpu,

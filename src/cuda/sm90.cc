@@ -1,0 +1,503 @@
+// The sm90 backend (H100, H200): plans chunks, carves the workspace, builds tensor maps, queues kernels.
+// The road from here to the instructions: docs/kernels.md.
+//
+// One stream, no allocation, no synchronisation. How many rows are active is known to the device alone:
+// every kernel is queued for the most there can be, reads the count, and returns at once without work.
+#include <algorithm>
+#include <string>
+
+#include "cuda/launch.h"
+#include "cuda/rows.h"
+#include "cuda/sm90_dlogits.h"
+#include "cuda/sm90_forward.h"
+#include "cuda/sm90_gemm.h"
+#include "cuda/sm90_rows.h"
+#include "cuda/sm90_tiles.h"
+
+namespace lmhead::cuda::sm90 {
+namespace {
+
+/// Rows whose bookkeeping (terms, list) is held at a time by a forward.
+constexpr std::int64_t kForwardRange = std::int64_t{1} << 18;
+/// The forward's whole workspace stays below this, whatever the budget.
+constexpr std::size_t kForwardBytes = std::size_t{128} << 20;
+constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 2 * kTileColumns;
+
+Status unsupported(const std::string& why) { return {StatusCode::kUnsupported, why}; }
+
+Status check_tensor(const char* name, const ConstMatrix& m) {
+  if (m.rows == 0) return {};
+  if (reinterpret_cast<std::uintptr_t>(m.data) % 16 != 0)
+    return unsupported(std::string(name) + ": expected a 16-byte aligned address");
+  if (m.rows > 1 && m.row_stride % 8 != 0)
+    return unsupported(std::string(name) + ": expected a row stride that is a multiple of 8 (16 bytes), got " +
+                       std::to_string(m.row_stride));
+  return {};
+}
+
+Status available() {
+  Result<const DeviceProperties*> device = current_device();
+  if (!device.ok()) return device.status();
+  if ((*device)->major != 9)
+    return unsupported("expected a Hopper GPU (compute capability 9.0), got " + (*device)->name + " (" +
+                       std::to_string((*device)->major) + "." + std::to_string((*device)->minor) + ")");
+  return {};
+}
+
+std::string describe() {
+  Result<const DeviceProperties*> device = current_device();
+  return (*device)->name + ", " + std::to_string((*device)->multiprocessors) + " multiprocessors, wgmma and TMA";
+}
+
+Status supports(const ResolvedProblem& r, const Execution&) {
+  const Problem& p = r.given;
+  if (r.compute != DType::kBFloat16 && r.compute != DType::kFloat16)
+    return unsupported(std::string("expected bfloat16 or float16 products, got ") + to_string(r.compute));
+  if (p.hidden.dtype != r.compute || p.weight.dtype != r.compute)
+    return unsupported(std::string("expected hidden and weight both ") + to_string(r.compute) + ", got " +
+                       to_string(p.hidden.dtype) + " and " + to_string(p.weight.dtype));
+  if (r.h % 8 != 0) return unsupported("expected H that is a multiple of 8 (16 bytes), got " + std::to_string(r.h));
+  if (r.n > kLimit || r.vocab_size > kLimit || r.h > kLimit)
+    return unsupported("expected N, H and the vocabulary below 2^31");
+  LMHEAD_RETURN_IF_ERROR(check_tensor("hidden", p.hidden));
+  return check_tensor("weight", p.weight);
+}
+
+Status budget_too_small(std::size_t needed, const Execution& e) {
+  return {StatusCode::kInvalidArgument, "workspace_budget: expected more than " + std::to_string(needed) +
+                                            " bytes for this problem, got " + std::to_string(budget_of(e))};
+}
+
+/// A row stride that TMA accepts also where one row leaves it open.
+std::int64_t stride_of(const ConstMatrix& m) { return m.rows > 1 ? m.row_stride : round_up(m.cols, 8); }
+
+bool is_general(const Problem& p) { return !p.bias.absent() || p.softcap || !(p.logit_scale > 0); }
+
+Head make_head(const Problem& p, const float* bias) {
+  return {bias, static_cast<float>(p.logit_scale), p.softcap ? static_cast<float>(*p.softcap) : 0.0f, is_general(p)};
+}
+
+Status hidden_map(CUtensorMap* map, const ResolvedProblem& r, std::int64_t begin, std::int64_t rows, int box_rows) {
+  const ConstMatrix& m = r.given.hidden;
+  const std::int64_t stride = stride_of(m);
+  return encode_tensor_map(map, static_cast<const std::uint16_t*>(m.data) + begin * stride, r.compute, rows, r.h,
+                           stride, static_cast<std::uint32_t>(box_rows), kTileDepth);
+}
+Status weight_map(CUtensorMap* map, const ResolvedProblem& r, int box_rows) {
+  const ConstMatrix& m = r.given.weight;
+  return encode_tensor_map(map, m.data, r.compute, r.v_valid, r.h, stride_of(m), static_cast<std::uint32_t>(box_rows),
+                           kTileDepth);
+}
+
+/// What both directions keep about rows and columns.
+struct Common {
+  std::int32_t* index;
+  std::int64_t* active;
+  void* scratch;
+  std::size_t scratch_bytes;
+  RowTerms* terms;
+  int* compacted;
+  float* bias;
+
+  Common(Workspace& w, const ResolvedProblem& r, std::int64_t rows) {
+    static_cast<void>(w.take_bytes(kCheckBytes));
+    index = w.take<std::int32_t>(rows);
+    active = w.take<std::int64_t>(1);
+    scratch_bytes = compact_bytes(rows);
+    scratch = w.take_bytes(static_cast<std::int64_t>(scratch_bytes));
+    terms = w.take<RowTerms>(rows);
+    compacted = w.take<int>(1);
+    bias = r.given.bias.absent() ? nullptr : w.take<float>(padded(r));
+  }
+  static std::int64_t padded(const ResolvedProblem& r) { return r.v_valid + kTileColumns; }
+
+  void prepare_bias(const ResolvedProblem& r, cudaStream_t stream) const {
+    if (bias != nullptr) load_bias(r.given.bias, r.v_valid, padded(r), bias, stream);
+  }
+  /// Lists the active rows and gathers their terms.
+  Status prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, const ChunkCounts& counts,
+                      cudaStream_t stream) const {
+    LMHEAD_RETURN_IF_ERROR(compact_rows(rows, n, backward, index, active, scratch, scratch_bytes, stream));
+    split_count(active, n, counts, stream);
+    cuda::prepare_rows(rows, n, backward, {index, active}, terms, stream);
+    return {};
+  }
+};
+
+// ---- forward --------------------------------------------------------------------------------------
+
+Segments make_segments(const SegmentGrid& grid, std::int64_t vocab_start) {
+  return {static_cast<int>(grid.octant_size), static_cast<int>(grid.per_octant), static_cast<int>(grid.first()),
+          static_cast<int>(grid.count()),     static_cast<int>(grid.begin),      static_cast<int>(grid.end),
+          static_cast<int>(vocab_start)};
+}
+
+struct ForwardLayout {
+  std::int64_t range;  ///< rows per outer range
+  SegmentGrid grid;
+  std::int64_t whole_rows, gathered_rows;  ///< rows of a chunk read in place, and of one gathered first
+  Common common;
+  std::int64_t *whole_counts, *gathered_counts;
+  std::byte* chunk;  ///< states of one chunk, then its gathered rows
+  std::size_t bytes;
+
+  int wholes() const { return static_cast<int>(ceil_div(range, whole_rows)); }
+  int gathereds() const { return static_cast<int>(ceil_div(range, gathered_rows)); }
+
+  static Result<ForwardLayout> make(const ResolvedProblem& r, const Execution& e, void* base) {
+    Workspace w(base);
+    const std::int64_t range = std::min(r.n, kForwardRange), start = r.given.vocab_start;
+    const SegmentGrid grid = SegmentGrid::of(r.order(), start, start + r.v_valid);
+    ForwardLayout l{range, grid, 0, 0, Common(w, r, range), nullptr, nullptr, nullptr, 0};
+    const std::int64_t row_states = grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
+    // A chunk is at least one tile: no more counts than that are needed.
+    const std::int64_t most_chunks = ceil_div(range, kTileRows);
+    l.whole_counts = w.take<std::int64_t>(most_chunks);
+    l.gathered_counts = w.take<std::int64_t>(most_chunks);
+    const std::size_t budget = std::min(budget_of(e), kForwardBytes), fixed = w.used() + kWorkspaceAlignment;
+    const std::size_t room = budget > fixed ? budget - fixed : 0;
+    l.whole_rows = forward_chunk_rows(range, std::max<std::int64_t>(row_states, 1), room);
+    l.gathered_rows = forward_chunk_rows(range, row_states + r.h * 2, room);
+    if (l.gathered_rows == 0)
+      return budget_too_small(fixed + static_cast<std::size_t>(kTileRows * (row_states + r.h * 2)), e);
+    l.chunk = w.take<std::byte>(std::max(l.whole_rows * row_states, l.gathered_rows * (row_states + r.h * 2)));
+    l.bytes = w.used();
+    return l;
+  }
+};
+
+/// Rows [begin, begin + n) of the problem.
+Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int64_t begin, std::int64_t n,
+                     const RowOutputs& outputs, const Execution& e) {
+  const cudaStream_t stream = stream_of(e);
+  const RowInputs inputs = row_inputs(r, begin, n);
+  LMHEAD_RETURN_IF_ERROR(l.common.prepare_rows(
+      inputs, n, false,
+      {l.whole_counts, l.wholes(), l.whole_rows, l.gathered_counts, l.gathereds(), l.gathered_rows, l.common.compacted},
+      stream));
+  clear_inactive(inputs, n, outputs, stream);
+
+  ForwardWork work{};
+  const bool any = l.grid.count() > 0;
+  if (any) {
+    LMHEAD_RETURN_IF_ERROR(weight_map(&work.weight, r, kTileColumns));
+    LMHEAD_RETURN_IF_ERROR(weight_map(&work.weight_narrow, r, kNarrowColumns));
+    work.segments = make_segments(l.grid, r.given.vocab_start);
+  }
+  work.head = make_head(r.given, l.common.bias);
+  work.h = static_cast<int>(r.h);
+  work.partial = reinterpret_cast<SoftmaxState*>(l.chunk);
+  const int multiprocessors = (*current_device())->multiprocessors;
+
+  const auto chunk = [&](std::int64_t first, std::int64_t rows, const std::int64_t* count) -> Status {
+    work.terms = l.common.terms + first;
+    work.count = count;
+    work.partial_stride = rows;
+    work.max_rows = static_cast<int>(rows);
+    work.group = l2_group(ceil_div(rows, kTileRows), r.h);
+    if (any)
+      LMHEAD_RETURN_IF_ERROR(
+          launch_forward(work, r.compute, r.given.entropy != EntropyMode::kOff, multiprocessors, stream));
+    fold_segments({work.partial, rows, l.grid, nullptr, 0, true, true}, inputs, rows, {l.common.index + first, count},
+                  outputs, stream);
+    return {};
+  };
+  for (std::int64_t first = 0, k = 0; first < n; first += l.whole_rows, ++k) {
+    const std::int64_t rows = std::min(l.whole_rows, n - first);
+    LMHEAD_RETURN_IF_ERROR(hidden_map(&work.hidden, r, begin + first, rows, kTileRows));
+    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, l.whole_counts + k));
+  }
+  ConstMatrix hidden = r.given.hidden;
+  hidden.row_stride = stride_of(hidden);
+  hidden.data = static_cast<const std::uint16_t*>(hidden.data) + begin * hidden.row_stride;
+  for (std::int64_t first = 0, k = 0; first < n; first += l.gathered_rows, ++k) {
+    const std::int64_t rows = std::min(l.gathered_rows, n - first);
+    void* gathered = l.chunk + rows * l.grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
+    gather_rows(hidden, l.common.index + first, l.gathered_counts + k, l.common.compacted, rows, gathered, r.h, stream);
+    LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&work.hidden, gathered, r.compute, rows, r.h, r.h, kTileRows, kTileDepth));
+    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, l.gathered_counts + k));
+  }
+  return last_launch("sm90 forward");
+}
+
+Status run_forward(const ResolvedProblem& r, const ForwardOutputs& outputs, SoftmaxState* states, const Execution& e) {
+  if (r.n == 0) return {};
+  LMHEAD_RETURN_IF_ERROR(check_device_pointers(r, e));
+  Result<ForwardLayout> layout = ForwardLayout::make(r, e, e.workspace);
+  if (!layout.ok()) return layout.status();
+  layout->common.prepare_bias(r, stream_of(e));
+  for (std::int64_t begin = 0; begin < r.n; begin += layout->range) {
+    const std::int64_t n = std::min(layout->range, r.n - begin);
+    RowOutputs out = row_outputs(outputs, begin, n);
+    if (states != nullptr) out.state = states + begin;
+    LMHEAD_RETURN_IF_ERROR(forward_range(r, *layout, begin, n, out, e));
+  }
+  return {};
+}
+
+// ---- backward -------------------------------------------------------------------------------------
+
+struct BackwardLayout {
+  BackwardChunk chunk;
+  Common common;
+  std::int64_t* counts;  ///< rows of each row chunk
+  int* tickets;          ///< one a launch of the products
+  std::uint16_t* gathered;
+  std::int64_t gathered_stride;
+  std::uint16_t* dl;
+  float *hidden_sums, *weight_sums, *bias_sums, *bias_partial;
+  WorkspaceSize size;
+
+  std::int64_t row_chunks(std::int64_t n) const { return ceil_div(n, chunk.rows); }
+  std::int64_t column_chunks(std::int64_t v) const { return std::max<std::int64_t>(1, ceil_div(v, chunk.columns)); }
+
+  /// The hidden gradient is written last, so until then it can hold the gathered rows.
+  static bool gathers_in_gradient(const ResolvedProblem& r, const BackwardOutputs& out) {
+    return !out.hidden.absent() && out.hidden.dtype == r.compute && out.hidden.row_stride % 8 == 0 &&
+           out.hidden.row_stride >= r.h && reinterpret_cast<std::uintptr_t>(out.hidden.data) % 16 == 0;
+  }
+
+  static Result<BackwardLayout> make(const ResolvedProblem& r, const BackwardOutputs& out, const Execution& e,
+                                     void* base) {
+    Workspace w(base);
+    BackwardLayout l{{},      Common(w, r, r.n), nullptr, nullptr, nullptr, r.h,
+                     nullptr, nullptr,           nullptr, nullptr, nullptr, {}};
+    const std::int64_t v = r.v_valid;
+    l.counts = w.take<std::int64_t>(ceil_div(r.n, kTileRows));
+    const bool bias = !out.bias.absent();
+    l.bias_sums = bias ? w.take<float>(v) : nullptr;
+    const bool in_gradient = gathers_in_gradient(r, out);
+
+    const std::size_t fixed = w.used() + 8 * kWorkspaceAlignment;
+    const std::size_t room = budget_of(e) > fixed ? budget_of(e) - fixed : 0;
+    // Beside dl a row of a chunk needs its gathered hidden row, a column its share of the sums and tickets.
+    const std::size_t smallest =
+        static_cast<std::size_t>(kTileRows) * static_cast<std::size_t>(kTileColumns + (in_gradient ? 0 : r.h)) * 2;
+    if (room < smallest) return budget_too_small(fixed + smallest, e);
+    std::int64_t most_rows = r.n;
+    if (!in_gradient) {
+      const auto half = static_cast<std::int64_t>(room / 2) / (r.h * 2);
+      most_rows = std::min(r.n, std::max<std::int64_t>(kTileRows, half / kTileRows * kTileRows));
+    }
+    std::size_t for_dl = room - (in_gradient ? 0 : static_cast<std::size_t>(most_rows * r.h * 2));
+    // Partial sums of the bias gradient take 4 bytes for 256 rows or more of 2 bytes; tickets a few KiB.
+    for_dl -= for_dl / 64;
+    const int multiprocessors = (*current_device())->multiprocessors;
+    l.chunk = backward_chunk(most_rows, r.h, std::max<std::int64_t>(v, 1), for_dl, multiprocessors);
+    if (l.chunk.rows == 0) return budget_too_small(fixed + smallest, e);
+    if (l.chunk.rows < r.n) l.chunk.rows = l.chunk.rows / kTileRows * kTileRows;
+    if (bias) l.bias_partial = w.take<float>(sum_slices(l.chunk.rows) * l.chunk.columns);
+    l.tickets = w.take<int>(l.row_chunks(r.n) * l.column_chunks(v));
+    if (in_gradient) {
+      l.gathered = static_cast<std::uint16_t*>(out.hidden.data);
+      l.gathered_stride = out.hidden.rows > 1 ? out.hidden.row_stride : r.h;
+    } else {
+      l.gathered = w.take<std::uint16_t>(l.chunk.rows * r.h);
+    }
+    l.dl = w.take<std::uint16_t>(l.chunk.rows * l.chunk.columns);
+    const std::size_t before = w.used();
+    if (!out.hidden.absent() && out.hidden.dtype != DType::kFloat32) l.hidden_sums = w.take<float>(l.chunk.rows * r.h);
+    if (!out.weight.absent() && out.weight.dtype != DType::kFloat32 && l.chunk.rows < r.n)
+      l.weight_sums = w.take<float>(v * r.h);
+    l.size = {w.used(), w.used() - before};
+    return l;
+  }
+};
+
+/// fp32 sums: the first write overwrites unless the caller wants to accumulate.
+Store sum_store(bool wanted, bool first, bool accumulate) {
+  return !wanted ? Store::kNone : first && !accumulate ? Store::kWrite : Store::kAdd;
+}
+
+Status clear_matrix(const Matrix& m, std::int64_t first_row, cudaStream_t stream) {
+  if (m.absent() || first_row >= m.rows) return {};
+  const std::size_t element = size_of(m.dtype), pitch = static_cast<std::size_t>(m.row_stride) * element;
+  return to_status(cudaMemset2DAsync(static_cast<std::byte*>(m.data) + static_cast<std::size_t>(first_row) * pitch,
+                                     m.rows - first_row > 1 ? pitch : static_cast<std::size_t>(m.cols) * element, 0,
+                                     static_cast<std::size_t>(m.cols) * element,
+                                     static_cast<std::size_t>(m.rows - first_row), stream),
+                   "cudaMemset2DAsync");
+}
+
+class Backward {
+ public:
+  Backward(const ResolvedProblem& r, const BackwardInputs& in, const BackwardOutputs& out, const Execution& e,
+           const BackwardLayout& l)
+      : r_(r),
+        out_(out),
+        l_(l),
+        stream_(stream_of(e)),
+        inputs_(row_inputs(r, 0, r.n, in)),
+        multiprocessors_((*current_device())->multiprocessors),
+        // Without an entropy gradient off and metric are one: no work is done for it.
+        entropy_(r.given.entropy == EntropyMode::kGrad && !in.dentropy.absent()) {}
+
+  Status run() {
+    const std::int64_t row_chunks = l_.row_chunks(r_.n), column_chunks = l_.column_chunks(r_.v_valid);
+    LMHEAD_RETURN_IF_ERROR(to_status(
+        cudaMemsetAsync(l_.tickets, 0, static_cast<std::size_t>(row_chunks * column_chunks) * sizeof(int), stream_),
+        "cudaMemsetAsync"));
+    l_.common.prepare_bias(r_, stream_);
+    LMHEAD_RETURN_IF_ERROR(l_.common.prepare_rows(
+        inputs_, r_.n, true,
+        {l_.counts, static_cast<int>(row_chunks), l_.chunk.rows, nullptr, 0, 0, l_.common.compacted}, stream_));
+    LMHEAD_RETURN_IF_ERROR(prepare_outputs());
+    // From the last row chunk to the first: a row's place in the list is never behind the row itself, so
+    // gathering a chunk into the hidden gradient cannot meet rows that are finished.
+    for (std::int64_t k = row_chunks - 1; k >= 0; --k) LMHEAD_RETURN_IF_ERROR(row_chunk(k, k == row_chunks - 1));
+    return finish_outputs();
+  }
+
+ private:
+  Status prepare_outputs() {
+    if (!out_.accumulate_weight) LMHEAD_RETURN_IF_ERROR(clear_matrix(out_.weight, r_.v_valid, stream_));
+    if (out_.hidden.absent() || out_.accumulate_hidden || l_.hidden_sums != nullptr) return {};
+    // An fp32 gradient is written row by row through the list: the rows outside it here.
+    finish_hidden(nullptr, l_.common.index, l_.common.active, 0, 0, true, out_.hidden, stream_);
+    return {};
+  }
+
+  Status row_chunk(std::int64_t k, bool first) {
+    const std::int64_t begin = k * l_.chunk.rows, rows = std::min(l_.chunk.rows, r_.n - begin);
+    std::uint16_t* gathered = l_.gathered;
+    if (BackwardLayout::gathers_in_gradient(r_, out_)) gathered += begin * l_.gathered_stride;
+    ConstMatrix hidden = r_.given.hidden;
+    hidden.row_stride = stride_of(hidden);
+    const std::int64_t* count = l_.counts + k;
+    gather_rows(hidden, l_.common.index + begin, count, l_.common.compacted, rows, gathered, l_.gathered_stride,
+                stream_);
+
+    DlogitsWork dlogits{};
+    LMHEAD_RETURN_IF_ERROR(hidden_map(&dlogits.hidden, r_, begin, rows, kTileRows));
+    LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&dlogits.gathered, gathered, r_.compute, rows, r_.h, l_.gathered_stride,
+                                             kTileRows, kTileDepth));
+    LMHEAD_RETURN_IF_ERROR(weight_map(&dlogits.weight, r_, kTileColumns));
+    dlogits.head = make_head(r_.given, l_.common.bias);
+    dlogits.terms = l_.common.terms + begin;
+    dlogits.count = count;
+    dlogits.compacted = l_.common.compacted;
+    dlogits.max_rows = static_cast<int>(rows);
+    dlogits.h = static_cast<int>(r_.h);
+    dlogits.group = l2_group(ceil_div(rows, kTileRows), r_.h);
+
+    GemmWork gemm{};
+    LMHEAD_RETURN_IF_ERROR(hidden_map(&gemm.hidden, r_, begin, rows, kTileDepth));
+    LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&gemm.gathered, gathered, r_.compute, rows, r_.h, l_.gathered_stride,
+                                             kTileDepth, kTileDepth));
+    LMHEAD_RETURN_IF_ERROR(weight_map(&gemm.weight, r_, kTileDepth));
+    gemm.count = count;
+    gemm.compacted = l_.common.compacted;
+    gemm.max_rows = static_cast<int>(rows);
+    gemm.h = static_cast<int>(r_.h);
+    const bool through_sums = l_.hidden_sums != nullptr;
+    gemm.index = through_sums ? nullptr : l_.common.index + begin;
+
+    for (std::int64_t v = 0, c = 0; v < r_.v_valid; v += l_.chunk.columns, ++c) {
+      const std::int64_t columns = std::min(l_.chunk.columns, r_.v_valid - v);
+      // The map ends with the chunk's columns: what lies behind them in a row is never stored nor read.
+      const auto dl_map = [&](CUtensorMap* map, int box_rows) {
+        return encode_tensor_map(map, l_.dl, r_.compute, rows, columns, l_.chunk.columns,
+                                 static_cast<std::uint32_t>(box_rows), kTileDepth);
+      };
+      LMHEAD_RETURN_IF_ERROR(dl_map(&dlogits.dl, kTileDepth));
+      dlogits.column = gemm.column = static_cast<int>(v);
+      dlogits.columns = gemm.columns = static_cast<int>(columns);
+      LMHEAD_RETURN_IF_ERROR(launch_dlogits(dlogits, r_.compute, entropy_, multiprocessors_, stream_));
+      if (l_.bias_sums != nullptr)
+        sum_columns(l_.dl, r_.compute, l_.chunk.columns, count, columns, sum_slices(l_.chunk.rows), l_.bias_partial,
+                    l_.bias_sums + v, !first, stream_);
+
+      LMHEAD_RETURN_IF_ERROR(dl_map(&gemm.dl_rows, kTileRows));
+      LMHEAD_RETURN_IF_ERROR(dl_map(&gemm.dl_columns, kTileDepth));
+      gemm.dx = {through_sums ? l_.hidden_sums : out_.hidden.data, through_sums ? r_.h : out_.hidden.row_stride,
+                 sum_store(!out_.hidden.absent(), c == 0, out_.accumulate_hidden)};
+      gemm.dw = weight_output(v, first);
+      gemm.ticket = l_.tickets + k * l_.column_chunks(r_.v_valid) + c;
+      if (gemm.dx.store != Store::kNone || gemm.dw.store != Store::kNone)
+        LMHEAD_RETURN_IF_ERROR(launch_gemm(gemm, r_.compute, multiprocessors_, stream_));
+    }
+    if (through_sums)
+      finish_hidden(l_.hidden_sums, l_.common.index, l_.common.active, begin, rows, k == 0, out_.hidden, stream_);
+    return {};
+  }
+
+  GemmOutput weight_output(std::int64_t v, bool first) const {
+    if (out_.weight.absent()) return {nullptr, 0, Store::kNone};
+    if (l_.weight_sums != nullptr) return {l_.weight_sums + v * r_.h, r_.h, sum_store(true, first, false)};
+    const std::size_t offset = static_cast<std::size_t>(v * out_.weight.row_stride) * size_of(out_.weight.dtype);
+    void* data = static_cast<std::byte*>(out_.weight.data) + offset;
+    const bool rounded = out_.weight.dtype != DType::kFloat32;
+    return {data, out_.weight.row_stride, rounded ? Store::kRounded : sum_store(true, first, out_.accumulate_weight)};
+  }
+
+  Status finish_outputs() {
+    if (l_.weight_sums != nullptr) finish_weight(l_.weight_sums, r_.v_valid, out_.weight, stream_);
+    if (l_.bias_sums != nullptr || !out_.bias.absent())
+      finish_bias(l_.bias_sums, r_.v_valid, out_.bias, out_.accumulate_bias, stream_);
+    return last_launch("sm90 backward");
+  }
+
+  const ResolvedProblem& r_;
+  const BackwardOutputs& out_;
+  const BackwardLayout& l_;
+  const cudaStream_t stream_;
+  const RowInputs inputs_;
+  const int multiprocessors_;
+  const bool entropy_;
+};
+
+/// No rows or no columns: the gradients are zero.
+Status clear_gradients(const BackwardOutputs& out, cudaStream_t stream) {
+  if (!out.accumulate_hidden) LMHEAD_RETURN_IF_ERROR(clear_matrix(out.hidden, 0, stream));
+  if (!out.accumulate_weight) LMHEAD_RETURN_IF_ERROR(clear_matrix(out.weight, 0, stream));
+  if (!out.bias.absent() && !out.accumulate_bias) finish_bias(nullptr, 0, out.bias, false, stream);
+  return last_launch("sm90 backward");
+}
+
+Status run_backward(const ResolvedProblem& r, const BackwardInputs& in, const BackwardOutputs& out,
+                    const Execution& e) {
+  if (r.n == 0 || r.v_valid == 0) return clear_gradients(out, stream_of(e));
+  LMHEAD_RETURN_IF_ERROR(check_device_pointers(r, e));
+  Result<BackwardLayout> layout = BackwardLayout::make(r, out, e, e.workspace);
+  if (!layout.ok()) return layout.status();
+  return Backward(r, in, out, e, *layout).run();
+}
+
+Result<WorkspaceSize> workspace_size(const ResolvedProblem& r, Operation operation, const BackwardOutputs& out,
+                                     const Execution& e) {
+  if (r.n == 0) return WorkspaceSize{};
+  if (operation == Operation::kBackward) {
+    if (r.v_valid == 0) return WorkspaceSize{kCheckBytes, 0};
+    Result<BackwardLayout> layout = BackwardLayout::make(r, out, e, nullptr);
+    if (!layout.ok()) return layout.status();
+    return layout->size;
+  }
+  Result<ForwardLayout> layout = ForwardLayout::make(r, e, nullptr);
+  if (!layout.ok()) return layout.status();
+  return WorkspaceSize{layout->bytes, 0};
+}
+
+}  // namespace
+}  // namespace lmhead::cuda::sm90
+
+namespace lmhead {
+
+const Implementation kSm90Cuda = {
+    .name = "sm90",
+    .device = Device::kCuda,
+    .available = cuda::sm90::available,
+    .describe = cuda::sm90::describe,
+    .supports = cuda::sm90::supports,
+    .workspace_size = cuda::sm90::workspace_size,
+    .check_values = cuda::check_values,
+    .forward_partial =
+        [](const ResolvedProblem& r, const Matrix& state, const Execution& e) {
+          return cuda::sm90::run_forward(r, {}, static_cast<SoftmaxState*>(state.data), e);
+        },
+    .combine = cuda::combine,
+    .forward = [](const ResolvedProblem& r, const ForwardOutputs& o,
+                  const Execution& e) { return cuda::sm90::run_forward(r, o, nullptr, e); },
+    .backward = cuda::sm90::run_backward,
+};
+
+}  // namespace lmhead

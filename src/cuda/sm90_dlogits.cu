@@ -1,0 +1,180 @@
+// dlogits: the forward's main loop again, with an epilogue that turns logits into their gradient in fp32,
+// subtracts the target before the one rounding, and streams the tile out through shared memory and TMA.
+#include "cuda/launch.h"
+#include "cuda/sm90_dlogits.h"
+#include "cuda/sm90_epilogue.cuh"
+#include "cuda/sm90_tile.cuh"
+
+namespace lmhead::cuda::sm90 {
+namespace {
+
+constexpr int kStoreRows = 64, kStoreColumns = 64, kStoreBuffers = 2;
+
+template <class T>
+struct Shared : Stages<T> {
+  alignas(1024) T out[2][kStoreBuffers][kStoreRows * kStoreColumns];  // per consumer warpgroup
+};
+
+/// With u = c x - lse2 and p = 2^u:  dl = p (a_term + g_term u) + [target] hit. lse2 is the rounded
+/// lse log2(e); the rest of that product is folded into the two terms.
+struct Coefficients {
+  float c, lse2, a_term, g_term, hit;
+  int target;
+};
+
+template <bool kEntropy>
+__device__ __forceinline__ Coefficients coefficients(const RowTerms* terms, bool present, float factor, float scale) {
+  // p = 0 whatever the logit: rows that fill up the tile.
+  Coefficients r{1.0f, 1e30f, 0.0f, 0.0f, 0.0f, -1};
+  if (!present) return r;
+  const RowTerms t = *terms;
+  constexpr float kLog2ELow = 1.925963033500116e-8f;  // log2(e) - float(log2(e))
+  r.c = factor * t.inverse_temperature;
+  r.lse2 = t.lse * kLog2E<float>;
+  const float rest = fmaf(t.lse, kLog2ELow, fmaf(t.lse, kLog2E<float>, -r.lse2));
+  const float slope = scale * t.inverse_temperature, correction = exp2f(-rest);
+  r.a_term = -(kEntropy ? fmaf(t.g, t.entropy, t.a) : t.a) * slope * correction;
+  r.g_term = kEntropy ? -t.g * kLn2<float> * slope * correction : 0.0f;
+  r.hit = t.a * slope;
+  r.target = static_cast<int>(t.target);
+  return r;
+}
+
+/// Row half R of the thread's logits becomes their gradient in place.
+template <bool kEntropy, bool kGeneral, int R>
+__device__ __forceinline__ void differentiate(float (&d)[128], const Coefficients& r, int column,
+                                              float inverse_softcap) {
+  const int target = r.target - column, lane_column = 2 * static_cast<int>(threadIdx.x % 4);
+  const bool hit = static_cast<unsigned>(target) < static_cast<unsigned>(kTileColumns) && (target & 6) == lane_column;
+#pragma unroll
+  for (int j = 0; j < kTileColumns / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& x = d[4 * j + 2 * R + e];
+      const float u = fmaf(x, r.c, -r.lse2), p = exp2_approx(u);
+      float dl = p * (kEntropy ? fmaf(r.g_term, u, r.a_term) : r.a_term);
+      if constexpr (kGeneral) {
+        if (hit && target == 8 * j + lane_column + e) dl += r.hit;
+        const float y = x * inverse_softcap;  // 0 without a softcap
+        dl *= fmaf(-y, y, 1.0f);
+      }
+      x = dl;
+    }
+  }
+  if (!kGeneral && hit) {
+#pragma unroll
+    for (int j = 0; j < kTileColumns / 8; ++j) {
+      // Added to every column group: a branch around d would move it to local memory.
+      d[4 * j + 2 * R] += target == 8 * j + lane_column ? r.hit : 0.0f;
+      d[4 * j + 2 * R + 1] += target == 8 * j + lane_column + 1 ? r.hit : 0.0f;
+    }
+  }
+}
+
+/// Stores the warpgroup's 64 x 256 tile in four boxes; the next box is written while TMA reads the last.
+template <class T>
+__device__ __forceinline__ void store_tile(Shared<T>& s, const CUtensorMap* map, const float (&d)[128], int warpgroup,
+                                           int row, int column, int columns, int& buffer) {
+  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int box = 0; box < kTileColumns / kStoreColumns; ++box) {
+    T* out = s.out[warpgroup][buffer];
+    if (thread == 0) tma_store_wait_read<kStoreBuffers - 1>();
+    named_barrier(1 + warpgroup, 128);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      // Four 8 x 8 matrices: rows +0 and +8 of column groups j and j + 1.
+      const float* f = d + 4 * (box * 8 + j);
+      const int r = warp * 16 + lane % 16, chunk = j + lane / 16;
+      stmatrix_x4(shared_address(out) + static_cast<std::uint32_t>(r * 128 + ((chunk ^ (r % 8)) << 4)),
+                  pack2<T>(f[0], f[1]), pack2<T>(f[2], f[3]), pack2<T>(f[4], f[5]), pack2<T>(f[6], f[7]));
+    }
+    fence_async_proxy();
+    named_barrier(1 + warpgroup, 128);
+    if (thread == 0) {
+      if (column + box * kStoreColumns < columns) tma_store(map, out, column + box * kStoreColumns, row);
+      tma_store_commit();
+    }
+    buffer ^= 1;
+  }
+}
+
+template <class T, bool kEntropy, bool kGeneral>
+__global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_constant__ DlogitsWork w) {
+  extern __shared__ std::uint8_t raw[];
+  Shared<T>& s = aligned_shared<Shared<T>>(raw);
+  const int rows = static_cast<int>(*w.count);
+  if (rows <= 0) return;
+  init_stages<T>(s);
+  const TileOrder order{(rows + kTileRows - 1) / kTileRows, (w.columns + kTileColumns - 1) / kTileColumns, w.group};
+  const int k_steps = (w.h + kTileDepth - 1) / kTileDepth, items = order.count();
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+
+  if (warpgroup < 0) {
+    registers_decrease<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      const CUtensorMap* hidden = *w.compacted != 0 ? &w.gathered : &w.hidden;
+      prefetch_map(hidden);
+      prefetch_map(&w.weight);
+      Cursor cursor(kProducerParity);
+      for (int i = blockIdx.x; i < items; i += gridDim.x) {
+        int block, tile;
+        order.decode(i, block, tile);
+        load_tile<T, 0, 0>(s, cursor, hidden, &w.weight, block * kTileRows, w.column + tile * kTileColumns,
+                           kTileColumns, 0, 0, k_steps);
+      }
+    }
+  } else {
+    registers_increase<kConsumerRegisters>();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const float factor = kGeneral ? kLog2E<float> : w.head.scale * kLog2E<float>;
+    const float inverse_softcap = w.head.softcap > 0.0f ? 1.0f / w.head.softcap : 0.0f;
+    Cursor cursor(kConsumerParity);
+    int buffer = 0;
+    float d[128];
+    for (int i = blockIdx.x; i < items; i += gridDim.x) {
+      int block, tile;
+      order.decode(i, block, tile);
+      const int row0 = block * kTileRows + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
+      const int column = w.column + tile * kTileColumns;
+      const Coefficients r0 = coefficients<kEntropy>(w.terms + row, row < rows, factor, w.head.scale);
+      const Coefficients r1 = coefficients<kEntropy>(w.terms + row + 8, row + 8 < rows, factor, w.head.scale);
+      multiply_tile<T, kTileColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
+      if constexpr (kGeneral) apply_head<kTileColumns>(d, w.head, column);
+      differentiate<kEntropy, kGeneral, 0>(d, r0, column, inverse_softcap);
+      differentiate<kEntropy, kGeneral, 1>(d, r1, column, inverse_softcap);
+      store_tile<T>(s, &w.dl, d, warpgroup, row0, tile * kTileColumns, w.columns, buffer);
+    }
+    if (threadIdx.x % 128 == 0) tma_store_wait();
+  }
+}
+
+template <class T, bool kEntropy, bool kGeneral>
+Status launch(const DlogitsWork& w, int multiprocessors, cudaStream_t stream) {
+  const auto kernel = dlogits_kernel<T, kEntropy, kGeneral>;
+  constexpr int kBytes = static_cast<int>(shared_bytes<Shared<T>>());
+  LMHEAD_RETURN_IF_ERROR(to_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                                   "cudaFuncSetAttribute"));
+  const std::int64_t items = ceil_div(w.max_rows, kTileRows) * ceil_div(w.columns, kTileColumns);
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(items, multiprocessors));
+  kernel<<<blocks, kThreads, kBytes, stream>>>(w);
+  return last_launch("sm90 dlogits");
+}
+
+template <class T>
+Status launch_typed(const DlogitsWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
+  if (w.head.general)
+    return entropy ? launch<T, true, true>(w, multiprocessors, stream)
+                   : launch<T, false, true>(w, multiprocessors, stream);
+  return entropy ? launch<T, true, false>(w, multiprocessors, stream)
+                 : launch<T, false, false>(w, multiprocessors, stream);
+}
+
+}  // namespace
+
+Status launch_dlogits(const DlogitsWork& work, DType dtype, bool entropy, int multiprocessors, cudaStream_t stream) {
+  return dtype == DType::kBFloat16 ? launch_typed<__nv_bfloat16>(work, entropy, multiprocessors, stream)
+                                   : launch_typed<__half>(work, entropy, multiprocessors, stream);
+}
+
+}  // namespace lmhead::cuda::sm90

@@ -1,0 +1,45 @@
+// Forward kernel of the sm90 backend: hidden tile x weight segment -> partial softmax states.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "cuda/rows.h"
+#include "cuda/sm90_tiles.h"
+
+namespace lmhead::cuda::sm90 {
+
+/// Segments of the shard's valid columns in 32 bits; see SegmentGrid.
+struct Segments {
+  int octant_size, per_octant, first, count;
+  int begin, end;   ///< global columns
+  int vocab_start;  ///< of the shard
+};
+
+/// How a logit is made from a product; the plain head (scale > 0, no bias, no softcap) is its own kernel.
+struct Head {
+  const float* bias;  ///< [v_valid + kTileColumns] fp32, or nullptr
+  float scale;
+  float softcap;  ///< 0: none
+  bool general;   ///< bias, softcap, or a scale that is not > 0
+};
+
+struct ForwardWork {
+  CUtensorMap hidden;         ///< [rows of the chunk, H], boxes of kTileRows x 64
+  CUtensorMap weight;         ///< [v_valid, H], boxes of kTileColumns x 64
+  CUtensorMap weight_narrow;  ///< the same, boxes of kNarrowColumns x 64
+  Segments segments;
+  Head head;
+  const RowTerms* terms;      ///< of the chunk's rows
+  const std::int64_t* count;  ///< rows of the chunk, on the device; 0: nothing is done
+  SoftmaxState* partial;      ///< [segment, row]
+  std::int64_t partial_stride;
+  int max_rows;  ///< of the chunk
+  int h;
+  int group;  ///< row blocks per L2 group
+};
+
+/// Writes partial[s, i] for every segment s and every row i < *count of the chunk.
+Status launch_forward(const ForwardWork& work, DType dtype, bool entropy, int multiprocessors, cudaStream_t stream);
+
+}  // namespace lmhead::cuda::sm90

@@ -1,0 +1,197 @@
+// Both gradient products of a chunk as one list of 128 x 256 tiles, the longer ones first, dealt out by a
+// ticket counter: the tail of one product runs under the other, whatever the row count turns out to be.
+#include "cuda/element.cuh"
+#include "cuda/sm90_gemm.h"
+#include "cuda/sm90_tile.cuh"
+
+namespace lmhead::cuda::sm90 {
+namespace {
+
+constexpr int kTicketSlots = 2;
+
+template <class T>
+struct Shared : Stages<T> {
+  std::uint64_t ticket_full[kTicketSlots], ticket_empty[kTicketSlots];
+  int ticket[kTicketSlots];
+};
+
+struct Plan {
+  TileOrder dx, dw;
+  int dx_steps, dw_steps;
+  int dw_row;  ///< first row of dW's sum
+  int first;   ///< tiles of the product that comes first
+  bool dw_first;
+  __device__ __forceinline__ int count() const { return dx.count() + dw.count(); }
+};
+
+__device__ __forceinline__ Plan make_plan(const GemmWork& w, int rows) {
+  Plan p;
+  const int columns = (w.h + kTileColumns - 1) / kTileColumns;
+  const int group = max(11, ((int)gridDim.x + columns - 1) / columns);  // 11 x 12 tiles in flight share operands
+  p.dx = {w.dx.store == Store::kNone ? 0 : (rows + kTileRows - 1) / kTileRows, columns, group};
+  p.dw = {w.dw.store == Store::kNone ? 0 : (w.columns + kTileRows - 1) / kTileRows, columns, group};
+  p.dx_steps = (w.columns + kTileDepth - 1) / kTileDepth;
+  // Without rows dW is still defined: one step beyond the tensors' end, which TMA reads as zeros.
+  p.dw_steps = max(1, (rows + kTileDepth - 1) / kTileDepth);
+  p.dw_row = rows > 0 ? 0 : w.max_rows;
+  p.dw_first = p.dw_steps > p.dx_steps;
+  p.first = p.dw_first ? p.dw.count() : p.dx.count();
+  return p;
+}
+
+struct Tile {
+  bool dw;
+  int row, column;
+};
+__device__ __forceinline__ Tile decode(const Plan& p, int i) {
+  Tile t;
+  const bool second = i >= p.first;
+  t.dw = p.dw_first != second;
+  (t.dw ? p.dw : p.dx).decode(second ? i - p.first : i, t.row, t.column);
+  t.row *= kTileRows;
+  t.column *= kTileColumns;
+  return t;
+}
+
+/// Four consecutive columns of a row; `aligned`: vector accesses are possible everywhere.
+template <class T, Store kStore>
+__device__ __forceinline__ void write4(void* data, std::int64_t at, bool aligned, float a, float b, float c, float d) {
+  if constexpr (kStore == Store::kRounded) {
+    T* to = static_cast<T*>(data) + at;
+    if (aligned) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(a, b), pack2<T>(c, d));
+    } else {
+      to[0] = from_float<T>(a), to[1] = from_float<T>(b), to[2] = from_float<T>(c), to[3] = from_float<T>(d);
+    }
+  } else {
+    float* to = static_cast<float*>(data) + at;
+    if (kStore == Store::kWrite && aligned) {
+      *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
+    } else if (kStore == Store::kWrite) {
+      to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+    } else if (aligned) {
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+                   : "memory");
+    } else {
+      to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+    }
+  }
+}
+
+/// The warpgroup's 64 x 256 outputs. Lane pairs swap halves, so that each lane writes 4 columns of one row.
+template <class T, Store kStore>
+__device__ __forceinline__ void write_tile(const float (&d)[128], const GemmOutput& out, const std::int32_t* index,
+                                           int row0, int rows, int column, int columns) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const bool odd = lane % 2 != 0;
+  const int row = row0 + warp * 16 + lane / 4 + (odd ? 8 : 0);
+  const bool present = row < rows;
+  const std::int64_t to = (present && index != nullptr ? index[row] : row) * out.row_stride;
+  constexpr std::uintptr_t kVector = 4 * (kStore == Store::kRounded ? sizeof(T) : sizeof(float));
+  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data) % kVector == 0 && out.row_stride % 4 == 0;
+  column += lane % 4 / 2 * 4;
+#pragma unroll
+  for (int j = 0; j < kTileColumns / 8; ++j) {
+    const float d0 = d[4 * j], d1 = d[4 * j + 1], d2 = d[4 * j + 2], d3 = d[4 * j + 3];
+    const float swap0 = __shfl_xor_sync(~0u, odd ? d0 : d2, 1), swap1 = __shfl_xor_sync(~0u, odd ? d1 : d3, 1);
+    if (present && column + 8 * j < columns)  // H is a multiple of 8: no group of 4 straddles the end
+      write4<T, kStore>(out.data, to + column + 8 * j, aligned, odd ? swap0 : d0, odd ? swap1 : d1, odd ? d2 : swap0,
+                        odd ? d3 : swap1);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant__ GemmWork w) {
+  extern __shared__ std::uint8_t raw[];
+  Shared<T>& s = aligned_shared<Shared<T>>(raw);
+  const int rows = static_cast<int>(*w.count);
+  const Plan plan = make_plan(w, rows);
+  const int tiles = plan.count();
+  if (static_cast<int>(blockIdx.x) >= tiles) return;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kTicketSlots; ++i) {
+      barrier_init(&s.ticket_full[i], 1);
+      barrier_init(&s.ticket_empty[i], kConsumerWarps);
+    }
+  }
+  init_stages<T>(s);
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+
+  if (warpgroup < 0) {
+    registers_decrease<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      const CUtensorMap* hidden = *w.compacted != 0 ? &w.gathered : &w.hidden;
+      Cursor cursor(kProducerParity);
+      int slot = 0;
+      std::uint32_t parity = kProducerParity;
+      for (int i = blockIdx.x;;) {
+        barrier_wait(&s.ticket_empty[slot], parity);
+        s.ticket[slot] = i;
+        barrier_arrive(&s.ticket_full[slot]);
+        if (++slot == kTicketSlots) slot = 0, parity ^= 1;
+        if (i >= tiles) break;
+        const Tile t = decode(plan, i);
+        i = static_cast<int>(gridDim.x) + atomicAdd(w.ticket, 1);
+        if (t.dw) {
+          load_tile<T, 1, 1>(s, cursor, &w.dl_columns, hidden, t.row, t.column, kTileColumns, plan.dw_row, plan.dw_row,
+                             plan.dw_steps);
+        } else {
+          load_tile<T, 0, 1>(s, cursor, &w.dl_rows, &w.weight, t.row, t.column, kTileColumns, 0, w.column,
+                             plan.dx_steps);
+        }
+      }
+    }
+  } else {
+    registers_increase<kConsumerRegisters>();
+    Cursor cursor(kConsumerParity);
+    int slot = 0;
+    std::uint32_t parity = kConsumerParity;
+    float d[128];
+    while (true) {
+      barrier_wait(&s.ticket_full[slot], parity);
+      const int i = s.ticket[slot];
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(&s.ticket_empty[slot]);
+      if (++slot == kTicketSlots) slot = 0, parity ^= 1;
+      if (i >= tiles) break;
+      const Tile t = decode(plan, i);
+      const int row0 = t.row + warpgroup * 64;
+      if (t.dw) {
+        multiply_tile<T, kTileColumns, 1, 1>(s, cursor, warpgroup, plan.dw_steps, d);
+      } else {
+        multiply_tile<T, kTileColumns, 0, 1>(s, cursor, warpgroup, plan.dx_steps, d);
+      }
+      const GemmOutput out = t.dw ? w.dw : w.dx;
+      const std::int32_t* index = t.dw ? nullptr : w.index;
+      const int end = t.dw ? w.columns : rows;
+      switch (out.store) {
+        case Store::kWrite: write_tile<T, Store::kWrite>(d, out, index, row0, end, t.column, w.h); break;
+        case Store::kAdd: write_tile<T, Store::kAdd>(d, out, index, row0, end, t.column, w.h); break;
+        default: write_tile<T, Store::kRounded>(d, out, index, row0, end, t.column, w.h);
+      }
+    }
+  }
+}
+
+template <class T>
+Status launch(const GemmWork& w, int multiprocessors, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(shared_bytes<Shared<T>>());
+  LMHEAD_RETURN_IF_ERROR(
+      to_status(cudaFuncSetAttribute(gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                "cudaFuncSetAttribute"));
+  const std::int64_t width = ceil_div(w.h, kTileColumns);
+  const std::int64_t tiles = (w.dx.store == Store::kNone ? 0 : ceil_div(w.max_rows, kTileRows) * width) +
+                             (w.dw.store == Store::kNone ? 0 : ceil_div(w.columns, kTileRows) * width);
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles, multiprocessors));
+  gemm_kernel<T><<<blocks, kThreads, kBytes, stream>>>(w);
+  return last_launch("sm90 gradient products");
+}
+
+}  // namespace
+
+Status launch_gemm(const GemmWork& work, DType dtype, int multiprocessors, cudaStream_t stream) {
+  return dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(work, multiprocessors, stream)
+                                   : launch<__half>(work, multiprocessors, stream);
+}
+
+}  // namespace lmhead::cuda::sm90

@@ -1,0 +1,141 @@
+// The main loop shared by the sm90 kernels: one producer warp fills a ring of shared-memory stages
+// through TMA, two consumer warpgroups of 64 rows each multiply them with wgmma.
+//
+// A tile is kTileRows x kTileColumns outputs; a stage holds kTileDepth values of k of both operands.
+// The two consumers may be up to kStages steps apart, so the epilogue of one runs under the products of
+// the other.
+#pragma once
+
+#include "cuda/sm90_device.cuh"
+#include "cuda/sm90_tiles.h"
+
+namespace lmhead::cuda::sm90 {
+
+inline constexpr int kStages = 4;
+inline constexpr int kThreads = 384;  // one producer and two consumer warpgroups
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
+// 65536 registers: 128 * (40 + 2 * 232). The producer spills below 40.
+inline constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+template <class T>
+struct alignas(1024) Stages {  // 1024: one period of the 128-byte swizzle
+  T a[kStages][kTileRows * kTileDepth];
+  T b[kStages][kTileColumns * kTileDepth];
+  std::uint64_t full[kStages], empty[kStages];
+};
+
+/// The dynamic shared memory as S, aligned as it needs; launch with shared_bytes<S>().
+template <class S>
+constexpr std::size_t shared_bytes() {
+  return sizeof(S) + alignof(S);
+}
+template <class S>
+__device__ __forceinline__ S& aligned_shared(std::uint8_t* raw) {
+  return *reinterpret_cast<S*>((reinterpret_cast<std::uintptr_t>(raw) + alignof(S) - 1) &
+                               ~std::uintptr_t{alignof(S) - 1});
+}
+
+/// All threads of the block, before any wait.
+template <class T>
+__device__ __forceinline__ void init_stages(Stages<T>& s) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], kConsumerWarps);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+/// Position in the ring: the stage, and the parity of its next completion.
+struct Cursor {
+  int stage = 0;
+  std::uint32_t parity;
+  __device__ __forceinline__ explicit Cursor(std::uint32_t first) : parity(first) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+// A fresh barrier counts as completed with parity 1: the producer finds all stages empty.
+inline constexpr std::uint32_t kProducerParity = 1, kConsumerParity = 0;
+
+/// Where one operand's boxes come from. k-major: the tensor's columns are k. mn-major (kTranspose): its
+/// rows are k, its columns m or n, so a stage takes one box of 64 columns per 64 values of m or n.
+template <int kTranspose>
+__device__ __forceinline__ void load_operand(void* to, const CUtensorMap* map, std::uint64_t* barrier, int mn, int k,
+                                             int extent) {
+  if constexpr (!kTranspose) {
+    tma_load(to, map, barrier, k, mn);
+  } else {
+    for (int i = 0; i < extent; i += kBoxColumns)
+      tma_load(static_cast<std::uint8_t*>(to) + i * kTileDepth * 2, map, barrier, mn + i, k);
+  }
+}
+
+/// Producer thread: streams the operands of one tile. (row, col) is the tile's origin, a_k and b_k the
+/// first k of each operand's tensor.
+template <class T, int kTransposeA, int kTransposeB>
+__device__ __forceinline__ void load_tile(Stages<T>& s, Cursor& cursor, const CUtensorMap* a, const CUtensorMap* b,
+                                          int row, int col, int columns, int a_k, int b_k, int k_steps) {
+  const std::uint32_t bytes = static_cast<std::uint32_t>((kTileRows + columns) * kTileDepth * sizeof(T));
+  for (int k = 0; k < k_steps; ++k) {
+    barrier_wait(&s.empty[cursor.stage], cursor.parity);
+    std::uint64_t* full = &s.full[cursor.stage];
+    barrier_expect(full, bytes);
+    load_operand<kTransposeA>(s.a[cursor.stage], a, full, row, a_k + k * kTileDepth, kTileRows);
+    load_operand<kTransposeB>(s.b[cursor.stage], b, full, col, b_k + k * kTileDepth, columns);
+    cursor.advance();
+  }
+}
+
+/// Consumer warpgroup (0 or 1): d = its 64 rows of the tile, all k. The last stages are handed back
+/// before it returns. k_steps >= 1.
+template <class T, int kColumns, int kTransposeA, int kTransposeB>
+__device__ __forceinline__ void multiply_tile(Stages<T>& s, Cursor& cursor, int warpgroup, int k_steps,
+                                              float (&d)[128]) {
+  const bool elected = threadIdx.x % 32 == 0;
+  int previous = 0;
+  for (int k = 0; k < k_steps; ++k) {
+    barrier_wait(&s.full[cursor.stage], cursor.parity);
+    wgmma_fence();
+    // Both layouts keep 64 rows of A in 64 * kTileDepth elements.
+    std::uint64_t a = operand_descriptor<kTransposeA, kTileDepth>(s.a[cursor.stage] + warpgroup * 64 * kTileDepth);
+    std::uint64_t b = operand_descriptor<kTransposeB, kTileDepth>(s.b[cursor.stage]);
+#pragma unroll
+    for (int kk = 0; kk < kTileDepth / 16; ++kk) {
+      wgmma<T, kColumns, kTransposeA, kTransposeB>(d, a, b, k | kk);
+      a += kDescriptorStep<kTransposeA>;
+      b += kDescriptorStep<kTransposeB>;
+    }
+    wgmma_commit();
+    if (k > 0) {
+      wgmma_wait<1>();  // one group stays in flight: waiting for all of them costs 10 %
+      if (elected) barrier_arrive(&s.empty[previous]);
+    }
+    previous = cursor.stage;
+    cursor.advance();
+  }
+  wgmma_wait<0>();
+  if (elected) barrier_arrive(&s.empty[previous]);
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // no read moves above the wait
+}
+
+/// Tile order: row blocks fastest inside groups of `group` row blocks, so that the tiles in flight share
+/// operands in L2; item i of rows x columns tiles.
+struct TileOrder {
+  int rows, columns, group;
+  __device__ __forceinline__ int count() const { return rows * columns; }
+  __device__ __forceinline__ void decode(int i, int& row, int& column) const {
+    const int g0 = i / (group * columns) * group, height = min(group, rows - g0), j = i - g0 * columns;
+    row = g0 + j % height;
+    column = j / height;
+  }
+};
+
+}  // namespace lmhead::cuda::sm90
