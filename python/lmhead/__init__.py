@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .module import LinearLogprobs
+    from .support import support_logprobs
 
     Array = Any  # torch.Tensor or numpy.ndarray, one kind a call
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 
-__all__ = ["LinearLogprobs", "info", "last_backend", "linear_logprobs"]
+__all__ = ["LinearLogprobs", "info", "last_backend", "linear_logprobs", "support_logprobs"]
 __version__: str = _core.version()
 
 # Names that need PyTorch, and the module that holds each: imported at first use.
-_LAZY = {"LinearLogprobs": "module"}
+_LAZY = {"LinearLogprobs": "module", "support_logprobs": "support"}
 
 
 def __getattr__(name: str) -> Any:
