@@ -64,5 +64,6 @@ NB_MODULE(_core, m) {
   lmhead::python::bind_types(m);
   lmhead::python::bind_calls(m);
   lmhead::python::bind_distributed(m);
+  lmhead::python::bind_packing(m);
   lmhead::python::bind_support(m);
 }

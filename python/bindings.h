@@ -51,9 +51,10 @@ struct OwnedExecution {
 };
 
 // One a file; the module calls each.
-void bind_types(nb::module_& m);  // bindings_types.cc
-void bind_calls(nb::module_& m);  // bindings.cc
+void bind_types(nb::module_& m);        // bindings_types.cc
+void bind_calls(nb::module_& m);        // bindings.cc
 void bind_distributed(nb::module_& m);  // bindings_distributed.cc
+void bind_packing(nb::module_& m);      // bindings_packing.cc
 void bind_support(nb::module_& m);      // bindings_support.cc
 
 }  // namespace lmhead::python

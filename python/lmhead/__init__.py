@@ -24,11 +24,39 @@ if TYPE_CHECKING:
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 
-__all__ = ["LinearLogprobs", "info", "last_backend", "linear_logprobs", "support_logprobs"]
+__all__ = [
+    "Batch",
+    "BatchReport",
+    "DpAlignedBatchSampler",
+    "LinearLogprobs",
+    "PackedCollator",
+    "PackedLayout",
+    "PackingMetrics",
+    "active_spans",
+    "check_active_spans",
+    "info",
+    "last_backend",
+    "linear_logprobs",
+    "pack",
+    "packing_lower_bound",
+    "packing_metrics",
+    "sequence_alignment",
+    "support_logprobs",
+    "total_alignment",
+    "unpacked_alignment",
+]
 __version__: str = _core.version()
 
-# Names that need PyTorch, and the module that holds each: imported at first use.
-_LAZY = {"LinearLogprobs": "module", "support_logprobs": "support"}
+# Names imported at first use, and the module that holds each; some need NumPy or PyTorch.
+_LAZY = {
+    "LinearLogprobs": "module",
+    **dict.fromkeys(("Batch", "BatchReport", "DpAlignedBatchSampler"), "batching"),
+    "PackedCollator": "collate",
+    **dict.fromkeys(("PackedLayout", "active_spans", "check_active_spans"), "layout"),
+    **dict.fromkeys(("sequence_alignment", "total_alignment", "unpacked_alignment"), "layout"),
+    **dict.fromkeys(("PackingMetrics", "pack", "packing_lower_bound", "packing_metrics"), "packing"),
+    "support_logprobs": "support",
+}
 
 
 def __getattr__(name: str) -> Any:
