@@ -15,7 +15,9 @@ def verl():
 def make(leading, h, v, dtype=torch.float32, device="cpu", seed=0):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(*leading, h, generator=g).to(device, dtype).requires_grad_()
-    w = torch.empty(v, h, dtype=dtype).normal_(generator=g).mul_(h**-0.5).to(device).requires_grad_()
+    # A million random numbers over and over, at a prime period, so that rows differ: half a billion would take a minute.
+    block = torch.randn(1000003, generator=g).mul_(h**-0.5).to(dtype)
+    w = block.repeat(-(-v * h // len(block)))[: v * h].view(v, h).to(device).requires_grad_()
     return x, w, torch.randint(0, v, leading, generator=g).to(device)
 
 
