@@ -9,6 +9,7 @@
 #pragma once
 
 #include "lmhead/communicator.h"
+#include "lmhead/layout.h"
 #include "lmhead/lmhead.h"
 
 namespace lmhead {
@@ -49,5 +50,49 @@ Status sharded_forward(const Problem& problem, Communicator& tp, const ForwardOu
 Status sharded_backward(const Problem& problem, Communicator& tp, const BackwardInputs& inputs,
                         const BackwardOutputs& outputs, ReduceHiddenGrad reduce = ReduceHiddenGrad::kNone,
                         const Execution& execution = {});
+
+/// Packed sequences over tensor- and context-parallel ranks: one scoring problem over all of them.
+struct PackedProblem {
+  /// The head's shard and options, and this rank's hidden rows: the layout's local rows of its cp rank
+  /// [local_total, H], or with sequence_parallel its tp rank's equal share of those [local_total / tp, H].
+  /// targets, active and row_temperature stay absent: they follow from what is below.
+  Problem head;
+  /// Made with the sizes of both groups.
+  const PackedLayout* layout = nullptr;
+  /// [num_tokens] int32 | int64: every sequence's ids without padding, the same on all ranks. Row i scores the
+  /// next id of its own sequence; a sequence's last row scores nothing (0, 0).
+  ConstVector input_ids;
+  /// [num_tokens] bool or integer, optional: row i is scored where loss_mask[i] > 0.
+  ConstVector loss_mask;
+  /// [num_tokens] fp32, optional.
+  ConstVector row_temperature;
+  bool sequence_parallel = false;
+};
+
+/// nullptr: that dimension has one rank.
+struct ParallelGroups {
+  Communicator* tp = nullptr;
+  Communicator* cp = nullptr;
+};
+
+/// Scores packed sequences. Host memory only: GPU tensors go through lmhead.packed_logprobs in Python.
+///
+/// outputs logprob and entropy [num_tokens], whole and in source order on every rank; lse [local_total] of the
+///         local rows, for the backward; each may be absent.
+/// Collectives: sequence_parallel gathers hidden over tp; the states' all_gather over tp; one all_gather over cp
+/// with both outputs in it. In checked mode a header over each group goes first.
+Status packed_forward(const PackedProblem& problem, const ParallelGroups& groups, const ForwardOutputs& outputs,
+                      const Execution& execution = {});
+
+/// Gradients for upstream gradients of the whole outputs.
+///
+/// inputs  lse [local_total] as the forward wrote it; entropy, dlogprob, dentropy [num_tokens], the same on all
+///         ranks: each takes its own rows, and nothing is summed over cp.
+/// outputs hidden: as the problem's hidden rows. Under sequence_parallel it is reduce-scattered over tp, and
+///         `reduce` is kReduceScatter or kNone; else `reduce` is kNone or kSum.
+///         weight, bias: this rank's rows only; the caller sums them over cp (and dp).
+Status packed_backward(const PackedProblem& problem, const ParallelGroups& groups, const BackwardInputs& inputs,
+                       const BackwardOutputs& outputs, ReduceHiddenGrad reduce = ReduceHiddenGrad::kNone,
+                       const Execution& execution = {});
 
 }  // namespace lmhead

@@ -116,7 +116,8 @@ Result<Plan> make_plan(const ResolvedProblem& r, const Execution& e) {
     const std::size_t more = bytes_of(r, plan, vocabulary) - one;
     least = one;
     if (one > budget) continue;
-    const int fit = static_cast<int>(std::min<std::size_t>((budget - one) / more + 1, 1 << 20));
+    const int fit =
+        static_cast<int>(std::min<std::size_t>((budget - one) / std::max<std::size_t>(more, 1) + 1, 1 << 20));
     plan.threads = std::min(useful_threads(r, e), fit);
     if (fit >= useful_threads(r, e) || tile <= 32) return plan;
   }

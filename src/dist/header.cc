@@ -139,8 +139,8 @@ Header make_header(const CallFacts& facts, const ResolvedProblem* r, const Statu
     header.fields[kActive] = r->n == 0 ? kAny : !p.active.absent();
     header.fields[kRowTemperature] = r->n == 0 ? kAny : !p.row_temperature.absent();
     header.fields[kRowValues] = local.ok() && device == Device::kCpu ? hash_rows(*r) : 0;
-    header.fields[kExtra] = facts.extra;
   }
+  header.fields[kExtra] = facts.extra;
   Header bytes;
   std::memcpy(bytes.data(), &header, sizeof header);
   return bytes;
@@ -156,13 +156,14 @@ Status header_verdict(std::span<const Header> all, const Status& local, bool sha
                     lmhead::to_string(static_cast<StatusCode>(headers[r].code)) + ": " + headers[r].message.data());
   }
   for (std::size_t f = 0; f < kFields; ++f) {
+    if (f == kRowValues && !shards) continue;  // ranks with rows of their own
     std::size_t first = 0;
     while (first + 1 < headers.size() && headers[first].fields[f] == kAny && f >= kBias && f <= kRowTemperature)
       ++first;
     for (std::size_t r = first + 1; r < headers.size(); ++r) {
       const std::int64_t a = headers[first].fields[f], b = headers[r].fields[f];
       if (a == b || (b == kAny && f >= kBias && f <= kRowTemperature)) continue;
-      const bool hashed = f == kCall || f == kRowValues;
+      const bool hashed = f == kCall || f == kRowValues || (f == kExtra && !shards);
       return failed(std::string("ranks disagree on ") + kNames[f] + ": expected the same on all ranks, got " +
                     (hashed ? "other values on rank " + std::to_string(r) + " than on rank " + std::to_string(first)
                             : show(f, a) + " on rank " + std::to_string(first) + " and " + show(f, b) + " on rank " +

@@ -1,51 +1,16 @@
 // One head over the ranks of a group: fold this shard, gather 16 bytes a token, merge.
-#include "lmhead/parallel.h"
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "core/dispatch.h"
-#include "dist/header.h"
+#include "dist/sharded.h"
 #include "dist/store_rows.h"
 
 namespace lmhead {
 namespace {
 
-constexpr std::size_t kAlignment = 256;
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 Status invalid(const std::string& message) { return {StatusCode::kInvalidArgument, message}; }
-
-/// Memory of our own in front of the inner call's workspace.
-class Scratch {
- public:
-  /// Takes `own` bytes from the front of the caller's workspace, or allocates them when there is none.
-  Status take(std::size_t own, const Execution& given) {
-    inner = given;
-    if (given.workspace == nullptr && own > 0) {
-      if (given.device == Device::kCuda)
-        return invalid("workspace: expected memory for the group's states (ask sharded_workspace_size), got none");
-      owned_.resize(own);
-      data = owned_.data();
-    } else if (given.workspace != nullptr) {
-      if (given.workspace_bytes < aligned(own))
-        return invalid("workspace: expected at least " + std::to_string(aligned(own)) +
-                       " bytes (ask sharded_workspace_size), got " + std::to_string(given.workspace_bytes));
-      data = static_cast<std::byte*>(given.workspace);
-      inner.workspace = data + aligned(own);
-      inner.workspace_bytes = given.workspace_bytes - aligned(own);
-    }
-    return {};
-  }
-
-  std::byte* data = nullptr;
-  Execution inner;
-
- private:
-  std::vector<std::byte> owned_;
-};
 
 std::size_t gathered_bytes(const ResolvedProblem& r, int ranks) {
   return static_cast<std::size_t>(r.n * ranks * kStateWidth) * size_of(r.result);
@@ -121,16 +86,104 @@ Status reduce_hidden(Communicator& tp, ReduceHiddenGrad reduce, const Matrix& pa
   return store_rows(sum, out.hidden, out.accumulate_hidden, execution);
 }
 
-/// Runs the header exchange in checked mode; otherwise a failing rank aborts the group so that no other waits.
-Status settle(Communicator& tp, const CallFacts& facts, const Result<Call>& call, const Execution& execution,
-              const Status& local) {
-  const bool checked = execution.check.value_or(execution.device == Device::kCpu);
-  if (checked) return agree(tp, facts, call.ok() ? &call->problem : nullptr, local, true);
-  if (!local.ok()) tp.abort(local);
-  return local;
+}  // namespace
+
+Status Scratch::take(std::size_t own, const Execution& given) {
+  inner = given;
+  if (given.workspace == nullptr && own > 0) {
+    if (given.device == Device::kCuda)
+      return invalid("workspace: expected memory for the group's states (ask sharded_workspace_size), got none");
+    owned_.resize(own);
+    data = owned_.data();
+  } else if (given.workspace != nullptr) {
+    if (given.workspace_bytes < Scratch::aligned(own))
+      return invalid("workspace: expected at least " + std::to_string(Scratch::aligned(own)) +
+                     " bytes (ask sharded_workspace_size), got " + std::to_string(given.workspace_bytes));
+    data = static_cast<std::byte*>(given.workspace);
+    inner.workspace = data + Scratch::aligned(own);
+    inner.workspace_bytes = given.workspace_bytes - Scratch::aligned(own);
+  }
+  return {};
 }
 
-}  // namespace
+bool is_checked(const Execution& execution) { return execution.check.value_or(execution.device == Device::kCpu); }
+
+Status settle(Communicator& group, const CallFacts& facts, const PreparedCall& prepared, const Execution& execution,
+              bool shards) {
+  if (is_checked(execution)) return agree(group, facts, prepared.problem(), prepared.local, shards);
+  if (!prepared.local.ok()) group.abort(prepared.local);
+  return prepared.local;
+}
+
+PreparedCall prepare_forward(const Problem& problem, const Communicator& tp, const ForwardOutputs& outputs,
+                             const Execution& execution) {
+  PreparedCall prepared;
+  prepared.local = guarded("sharded_forward", [&]() -> Status {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    prepared.call = *call;
+    const ResolvedProblem& r = call->problem;
+    LMHEAD_RETURN_IF_ERROR(check_group(r, tp, execution));
+    LMHEAD_RETURN_IF_ERROR(validate_outputs(r, outputs));
+    LMHEAD_RETURN_IF_ERROR(prepared.scratch.take(gathered_bytes(r, tp.size()), execution));
+    LMHEAD_RETURN_IF_ERROR(check_inner_workspace(*call, Operation::kForwardPartial, {}, prepared.scratch.inner));
+    return call->check_values(execution);
+  });
+  return prepared;
+}
+
+PreparedCall prepare_backward(const Problem& problem, const Communicator& tp, const BackwardInputs& inputs,
+                              const BackwardOutputs& outputs, ReduceHiddenGrad reduce, const Execution& execution) {
+  PreparedCall prepared;
+  prepared.local = guarded("sharded_backward", [&]() -> Status {
+    Result<Call> call = plan_call(problem, execution);
+    if (!call.ok()) return call.status();
+    prepared.call = *call;
+    const ResolvedProblem& r = call->problem;
+    BackwardOutputs as_full;
+    LMHEAD_RETURN_IF_ERROR(check_group(r, tp, execution));
+    LMHEAD_RETURN_IF_ERROR(check_reduced(r, tp, reduce, outputs, as_full));
+    LMHEAD_RETURN_IF_ERROR(validate_backward(r, inputs, as_full));
+    LMHEAD_RETURN_IF_ERROR(prepared.scratch.take(hidden_part_bytes(r, tp.size(), reduce, outputs), execution));
+    prepared.inner = inner_outputs(r, outputs, reduce, prepared.scratch.data);
+    LMHEAD_RETURN_IF_ERROR(check_inner_workspace(*call, Operation::kBackward, prepared.inner, prepared.scratch.inner));
+    return call->check_values(execution);
+  });
+  return prepared;
+}
+
+Status run_forward(const PreparedCall& prepared, Communicator& tp, const ForwardOutputs& outputs,
+                   const Execution& execution) {
+  const Call& call = *prepared.call;
+  const ResolvedProblem& r = call.problem;
+  const std::size_t message = gathered_bytes(r, 1);
+  std::byte* states = prepared.scratch.data;
+  std::byte* own = states + message * static_cast<std::size_t>(tp.rank());
+  const Matrix state{own, r.n, kStateWidth, kStateWidth, r.result};
+  if (Status status = guarded("sharded_forward",
+                              [&] { return call.implementation->forward_partial(r, state, prepared.scratch.inner); });
+      !status.ok()) {
+    tp.abort(status);
+    return status;
+  }
+  LMHEAD_RETURN_IF_ERROR(tp.all_gather(own, states, message, execution.stream));
+  const ConstMatrix all{states, r.n * tp.size(), kStateWidth, kStateWidth, r.result};
+  return call.finished(call.implementation->combine(r, all, outputs, prepared.scratch.inner));
+}
+
+Status run_backward(const PreparedCall& prepared, Communicator& tp, const BackwardInputs& inputs,
+                    const BackwardOutputs& outputs, ReduceHiddenGrad reduce, const Execution& execution) {
+  const Call& call = *prepared.call;
+  const Status computed = guarded("sharded_backward", [&] {
+    return call.implementation->backward(call.problem, inputs, prepared.inner, prepared.scratch.inner);
+  });
+  if (reduce == ReduceHiddenGrad::kNone) return call.finished(computed);
+  if (!computed.ok()) {
+    tp.abort(computed);
+    return computed;
+  }
+  return call.finished(reduce_hidden(tp, reduce, prepared.inner.hidden, outputs, execution));
+}
 
 VocabShard vocab_shard(std::int64_t vocab_size, int rank, int ranks) {
   const std::int64_t columns = (vocab_size + ranks - 1) / ranks;
@@ -155,74 +208,28 @@ Result<WorkspaceSize> sharded_workspace_size(const Problem& problem, const Commu
   }
   Result<WorkspaceSize> size = call->implementation->workspace_size(r, operation, inner, execution);
   if (!size.ok()) return size;
-  size->bytes += aligned(own);
-  if (operation == Operation::kBackward) size->accumulator += aligned(own);
+  size->bytes += Scratch::aligned(own);
+  if (operation == Operation::kBackward) size->accumulator += Scratch::aligned(own);
   return size;
 }
 
 Status sharded_forward(const Problem& problem, Communicator& tp, const ForwardOutputs& outputs,
                        const Execution& execution) {
-  Scratch scratch;
-  const Result<Call> call = guarded("sharded_forward", [&] { return plan_call(problem, execution); });
-  const Status checked = guarded("sharded_forward", [&]() -> Status {
-    if (!call.ok()) return call.status();
-    const ResolvedProblem& r = call->problem;
-    LMHEAD_RETURN_IF_ERROR(check_group(r, tp, execution));
-    LMHEAD_RETURN_IF_ERROR(validate_outputs(r, outputs));
-    LMHEAD_RETURN_IF_ERROR(scratch.take(gathered_bytes(r, tp.size()), execution));
-    LMHEAD_RETURN_IF_ERROR(check_inner_workspace(*call, Operation::kForwardPartial, {}, scratch.inner));
-    return call->check_values(execution);
-  });
-  LMHEAD_RETURN_IF_ERROR(settle(tp, {"sharded_forward"}, call, execution, checked));
-
-  const ResolvedProblem& r = call->problem;
-  const std::size_t message = gathered_bytes(r, 1);
-  std::byte* own = scratch.data + message * static_cast<std::size_t>(tp.rank());
-  const Matrix state{own, r.n, kStateWidth, kStateWidth, r.result};
-  if (Status status =
-          guarded("sharded_forward", [&] { return call->implementation->forward_partial(r, state, scratch.inner); });
-      !status.ok()) {
-    tp.abort(status);
-    return status;
-  }
-  LMHEAD_RETURN_IF_ERROR(tp.all_gather(own, scratch.data, message, execution.stream));
-  const ConstMatrix states{scratch.data, r.n * tp.size(), kStateWidth, kStateWidth, r.result};
-  return call->finished(call->implementation->combine(r, states, outputs, scratch.inner));
+  const PreparedCall prepared = prepare_forward(problem, tp, outputs, execution);
+  LMHEAD_RETURN_IF_ERROR(settle(tp, {"sharded_forward"}, prepared, execution, true));
+  return run_forward(prepared, tp, outputs, execution);
 }
 
 Status sharded_backward(const Problem& problem, Communicator& tp, const BackwardInputs& inputs,
                         const BackwardOutputs& outputs, ReduceHiddenGrad reduce, const Execution& execution) {
-  Scratch scratch;
-  BackwardOutputs inner;
-  const Result<Call> call = guarded("sharded_forward", [&] { return plan_call(problem, execution); });
-  const Status checked = guarded("sharded_backward", [&]() -> Status {
-    if (!call.ok()) return call.status();
-    const ResolvedProblem& r = call->problem;
-    BackwardOutputs as_full;
-    LMHEAD_RETURN_IF_ERROR(check_group(r, tp, execution));
-    LMHEAD_RETURN_IF_ERROR(check_reduced(r, tp, reduce, outputs, as_full));
-    LMHEAD_RETURN_IF_ERROR(validate_backward(r, inputs, as_full));
-    LMHEAD_RETURN_IF_ERROR(scratch.take(hidden_part_bytes(r, tp.size(), reduce, outputs), execution));
-    inner = inner_outputs(r, outputs, reduce, scratch.data);
-    LMHEAD_RETURN_IF_ERROR(check_inner_workspace(*call, Operation::kBackward, inner, scratch.inner));
-    return call->check_values(execution);
-  });
+  const PreparedCall prepared = prepare_backward(problem, tp, inputs, outputs, reduce, execution);
   if (reduce == ReduceHiddenGrad::kNone) {
-    LMHEAD_RETURN_IF_ERROR(checked);
+    LMHEAD_RETURN_IF_ERROR(prepared.local);  // no other rank waits for this one
   } else {
-    LMHEAD_RETURN_IF_ERROR(
-        settle(tp, {"sharded_backward", static_cast<std::int64_t>(reduce)}, call, execution, checked));
+    const CallFacts facts{"sharded_backward", static_cast<std::int64_t>(reduce)};
+    LMHEAD_RETURN_IF_ERROR(settle(tp, facts, prepared, execution, true));
   }
-
-  const ResolvedProblem& r = call->problem;
-  const Status computed =
-      guarded("sharded_backward", [&] { return call->implementation->backward(r, inputs, inner, scratch.inner); });
-  if (reduce == ReduceHiddenGrad::kNone) return call->finished(computed);
-  if (!computed.ok()) {
-    tp.abort(computed);
-    return computed;
-  }
-  return call->finished(reduce_hidden(tp, reduce, inner.hidden, outputs, execution));
+  return run_backward(prepared, tp, inputs, outputs, reduce, execution);
 }
 
 }  // namespace lmhead

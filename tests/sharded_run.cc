@@ -1,0 +1,155 @@
+#include "sharded_run.h"
+
+#include "core/element.h"
+#include "rank_threads.h"
+
+namespace lmhead::testing {
+namespace {
+
+std::vector<double> to_doubles(const std::vector<std::byte>& bytes, DType dtype) {
+  std::vector<double> values(bytes.size() / size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    values[i] = load_float(bytes.data(), dtype, static_cast<std::int64_t>(i));
+  return values;
+}
+
+/// An output that starts as NaN.
+struct Output {
+  DType dtype;
+  std::vector<std::byte> bytes;
+  Output(DType type, std::int64_t count)
+      : dtype(type), bytes(static_cast<std::size_t>(count) * size_of(type), std::byte{0xff}) {}
+  std::int64_t count() const { return static_cast<std::int64_t>(bytes.size() / size_of(dtype)); }
+  Vector vector() { return {bytes.data(), count(), 1, dtype}; }
+  ConstVector input() const { return {bytes.data(), count(), 1, dtype}; }
+  Matrix matrix(std::int64_t cols) { return {bytes.data(), cols == 0 ? 0 : count() / cols, cols, cols, dtype}; }
+  std::vector<double> values() const { return to_doubles(bytes, dtype); }
+};
+
+}  // namespace
+
+Problem shard_of(const TestProblem& problem, VocabShard shard) {
+  Problem p = problem.host();
+  p.weight.data = row_data(p.weight, shard.start);
+  p.weight.rows = shard.size;
+  if (!p.bias.absent()) {
+    p.bias.data = static_cast<const std::byte*>(p.bias.data) +
+                  shard.start * p.bias.stride * static_cast<std::int64_t>(size_of(p.bias.dtype));
+    p.bias.size = shard.size;
+  }
+  p.vocab_start = shard.start;
+  p.vocab_size = problem.spec.v;
+  return p;
+}
+
+RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Communicator& tp,
+                    const ShardedOptions& options) {
+  VocabShard shard = vocab_shard(problem.spec.v, tp.rank(), tp.size());
+  if (!options.shards.empty()) {
+    shard.start = 0;
+    for (int r = 0; r < tp.rank(); ++r) shard.start += options.shards[static_cast<std::size_t>(r)];
+    shard.size = options.shards[static_cast<std::size_t>(tp.rank())];
+  }
+  const Problem p = shard_of(problem, shard);
+  Execution execution;
+  execution.backend = backend.name.c_str();
+  execution.check = options.check;
+  execution.threads = 1;
+  const std::int64_t n = problem.spec.n, h = problem.spec.h;
+  const DType result = problem.result();
+  const bool with_entropy = p.entropy != EntropyMode::kOff;
+
+  RankResult out;
+  Output logprob(result, n), entropy(result, with_entropy ? n : 0), lse(result, n);
+  ForwardOutputs outputs{logprob.vector(), {}, lse.vector()};
+  if (with_entropy) outputs.entropy = entropy.vector();
+  const Traffic before = tp.traffic();
+  const auto since = [&tp](const Traffic& start) {
+    const Traffic& now = tp.traffic();
+    return Traffic{now.all_gathers - start.all_gathers, now.all_reduces - start.all_reduces,
+                   now.reduce_scatters - start.reduce_scatters, now.exchanges - start.exchanges,
+                   now.bytes_sent - start.bytes_sent};
+  };
+  out.status = sharded_forward(p, tp, outputs, execution);
+  out.forward = since(before);
+  out.logprob = logprob.values();
+  out.entropy = entropy.values();
+  out.lse = lse.values();
+  if (!out.status.ok() || p.inference_only) return out;
+
+  const std::int64_t rows = options.reduce == ReduceHiddenGrad::kReduceScatter ? n / tp.size() : n;
+  Output dx(options.fp32_gradients ? result : problem.spec.hidden, rows * h);
+  Output dw(options.fp32_gradients ? result : problem.spec.weight, shard.size * h);
+  Output db(options.fp32_gradients || p.bias.absent() ? result : p.bias.dtype, p.bias.absent() ? 0 : shard.size);
+  BackwardInputs inputs;
+  inputs.lse = lse.input();
+  inputs.dlogprob = problem.dlogprob.vector(problem.dlogprob.bytes.data());
+  if (p.entropy == EntropyMode::kGrad) {
+    inputs.entropy = entropy.input();
+    inputs.dentropy = problem.dentropy.vector(problem.dentropy.bytes.data());
+  }
+  BackwardOutputs gradients;
+  gradients.hidden = dx.matrix(h);
+  if (shard.size > 0) gradients.weight = dw.matrix(h);
+  if (!p.bias.absent() && shard.size > 0) gradients.bias = db.vector();
+  const Traffic between = tp.traffic();
+  out.status = sharded_backward(p, tp, inputs, gradients, options.reduce, execution);
+  out.backward = since(between);
+  out.dx = dx.values();
+  out.dw = dw.values();
+  out.db = db.values();
+  return out;
+}
+
+Outcome assemble(const std::vector<RankResult>& ranks, ReduceHiddenGrad reduce, std::string& failure) {
+  Outcome all;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    const RankResult& rank = ranks[r];
+    if (!rank.status.ok()) {
+      all.status = rank.status;
+      return all;
+    }
+    if (r == 0) {
+      all.logprob = rank.logprob;
+      all.entropy = rank.entropy;
+      all.lse = rank.lse;
+    } else if (!same_bits(rank.logprob, all.logprob) || !same_bits(rank.entropy, all.entropy) ||
+               !same_bits(rank.lse, all.lse)) {
+      failure += "rank " + std::to_string(r) + " got other results than rank 0; ";
+    }
+    if (r == 0) {
+      all.dx = rank.dx;
+    } else if (reduce == ReduceHiddenGrad::kNone) {
+      for (std::size_t i = 0; i < all.dx.size(); ++i) all.dx[i] += rank.dx[i];
+    } else if (reduce == ReduceHiddenGrad::kReduceScatter) {
+      all.dx.insert(all.dx.end(), rank.dx.begin(), rank.dx.end());
+    } else if (!same_bits(rank.dx, all.dx)) {
+      failure += "rank " + std::to_string(r) + " got another sum of dX than rank 0; ";
+    }
+    all.dw.insert(all.dw.end(), rank.dw.begin(), rank.dw.end());
+    all.db.insert(all.db.end(), rank.db.begin(), rank.db.end());
+  }
+  return all;
+}
+
+Outcome run_threads(const BackendInfo& backend, const TestProblem& problem, int tp, const ShardedOptions& options,
+                    std::string& failure, Traffic* forward, Traffic* backward) {
+  std::vector<RankResult> results(static_cast<std::size_t>(tp));
+  const auto statuses = run_ranks(tp, [&](Communicator& c) {
+    RankResult& mine = results[static_cast<std::size_t>(c.rank())];
+    mine = run_rank(backend, problem, c, options);
+    return mine.status;
+  });
+  if (forward != nullptr) *forward = results.front().forward;
+  if (backward != nullptr) *backward = results.front().backward;
+  return assemble(results, options.reduce, failure);
+}
+
+std::vector<BackendInfo> cpu_backends() {
+  std::vector<BackendInfo> list;
+  for (const BackendInfo& b : backends())
+    if (b.available && b.device == Device::kCpu) list.push_back(b);
+  return list;
+}
+
+}  // namespace lmhead::testing
