@@ -293,6 +293,94 @@ TEST(Selected, LogitsOverShardsMinusLse) {
   }
 }
 
+// Gradients of a loss over selected log-probs, the target's and the entropy: every backend against central sums
+// of the definition in fp64.
+TEST(Selected, GradientsAreThoseOfTheDenseDefinition) {
+  for (const char* backend : {"reference", "cpu"})
+    for (DType dtype : {DType::kFloat32, DType::kFloat64}) {
+      if (dtype == DType::kFloat64 && std::string(backend) == "cpu") continue;
+      for (bool capped : {false, true}) {
+        Case c;
+        c.dtype = dtype;
+        c.v = 1500;  // more than one tile
+        c.bias = true;
+        if (capped) c.softcap = 6.0, c.scale = 0.8;
+        Data d(c);
+        Problem p = d.problem().head;
+        p.vocab_start = 0;
+        Execution e;
+        e.backend = backend;
+        Results out(d);
+        ASSERT_TRUE(forward(p, {out.vector(out.logprob), out.vector(out.entropy), out.vector(out.lse)}, e).ok());
+        // Slots: the row's ids (with repeats and padding), then its target.
+        const std::int64_t k = c.k + 1;
+        std::vector<std::int64_t> ids(static_cast<std::size_t>(c.n * k));
+        std::vector<std::byte> upstream = out.bytes(c.n * k), logits = out.bytes(c.n * k), total = out.bytes(c.n);
+        std::mt19937 rng(5);
+        std::normal_distribution<double> normal;
+        for (std::int64_t i = 0; i < c.n; ++i) {
+          double sum = 0;
+          for (std::int64_t j = 0; j < k; ++j) {
+            const auto at = static_cast<std::size_t>(i * k + j);
+            ids[at] = j == c.k ? d.targets[static_cast<std::size_t>(i)] : d.ids[static_cast<std::size_t>(i * c.k + j)];
+            double s = i == 5 ? (j == 0 ? 1.0 : j == c.k ? -1.0 : 0.0) : normal(rng);  // row 5: total exactly 0
+            if (ids[at] == -1) s = 0;
+            store_float(upstream.data(), out.dtype, i * k + j, s);
+            sum += out.at(upstream, i * k + j);
+          }
+          store_float(total.data(), out.dtype, i, sum);
+        }
+        for (auto& id : ids) id = id == -100 ? -1 : id;
+        const ConstMatrix id_matrix{ids.data(), c.n, k, k, DType::kInt64};
+        ASSERT_TRUE(selected_logits({p, id_matrix}, {logits.data(), c.n, k, k, out.dtype}).ok());
+        BackwardInputs in{
+            out.cvector(out.lse), out.cvector(out.entropy), out.cvector(total), out.cvector(d.dentropy), {}};
+        in.selected = {id_matrix, {logits.data(), c.n, k, k, out.dtype}, {upstream.data(), c.n, k, k, out.dtype}};
+        ASSERT_TRUE(lmhead::backward(p, in,
+                                     {{out.dx.data(), c.n, c.h, c.h, out.dtype},
+                                      {out.dw.data(), c.v, c.h, c.h, out.dtype},
+                                      out.vector(out.db)},
+                                     e)
+                        .ok());
+
+        std::vector<double> dx(static_cast<std::size_t>(c.n * c.h)), dw(static_cast<std::size_t>(c.v * c.h));
+        for (std::int64_t i = 0; i < c.n; ++i) {
+          if (d.targets[static_cast<std::size_t>(i)] == -100) continue;
+          std::vector<double> z(static_cast<std::size_t>(c.v)), slope(z.size());
+          double max = -INFINITY, sum = 0, entropy = 0, a = 0;
+          for (std::int64_t j = 0; j < c.v; ++j) {
+            double r = load_float(d.bias.data(), dtype, j);
+            for (std::int64_t h = 0; h < c.h; ++h)
+              r += load_float(d.hidden.data(), dtype, i * c.h + h) * load_float(d.weight.data(), dtype, j * c.h + h);
+            r *= c.scale;
+            const double t = c.softcap ? std::tanh(r / *c.softcap) : 0;
+            z[static_cast<std::size_t>(j)] = (c.softcap ? *c.softcap * t : r) / c.temperature;
+            slope[static_cast<std::size_t>(j)] = c.scale / c.temperature * (1 - t * t);
+            max = std::max(max, z[static_cast<std::size_t>(j)]);
+          }
+          for (double v : z) sum += std::exp(v - max);
+          const double lse = max + std::log(sum), g = load_float(d.dentropy.data(), d.result, i);
+          for (double v : z) entropy -= std::exp(v - lse) * (v - lse);
+          for (std::int64_t j = 0; j < k; ++j) a += out.at(upstream, i * k + j);
+          for (std::int64_t j = 0; j < c.v; ++j) {
+            double s = 0;
+            for (std::int64_t slot = 0; slot < k; ++slot)
+              if (ids[static_cast<std::size_t>(i * k + slot)] == j) s += out.at(upstream, i * k + slot);
+            const double lp = z[static_cast<std::size_t>(j)] - lse, prob = std::exp(lp);
+            const double dl = (s - a * prob - g * prob * (lp + entropy)) * slope[static_cast<std::size_t>(j)];
+            for (std::int64_t h = 0; h < c.h; ++h) {
+              dx[static_cast<std::size_t>(i * c.h + h)] += dl * load_float(d.weight.data(), dtype, j * c.h + h);
+              dw[static_cast<std::size_t>(j * c.h + h)] += dl * load_float(d.hidden.data(), dtype, i * c.h + h);
+            }
+          }
+        }
+        const double rtol = dtype == DType::kFloat64 ? 1e-11 : 2e-5, atol = dtype == DType::kFloat64 ? 1e-11 : 1e-5;
+        expect_close(out, out.dx, dx, rtol, atol, std::string(backend) + " dX");
+        expect_close(out, out.dw, dw, rtol, atol, std::string(backend) + " dW");
+      }
+    }
+}
+
 TEST(Selected, BadInputNamesTheArgument) {
   const Data d(Case{});
   std::vector<std::int64_t> ids(d.ids.begin(), d.ids.end());

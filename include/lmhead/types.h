@@ -168,12 +168,25 @@ struct ForwardOutputs {
   Vector lse;      ///< [N] log sum_j exp z_ij; what backward needs; 0 for inactive rows
 };
 
+/// Upstream gradients of log-probs at selected ids (lmhead/selected.h).
+struct SelectedGradient {
+  ConstMatrix ids;       ///< [N, K] int32 | int64; -1 is padding
+  ConstMatrix logits;    ///< [N, K] as selected_logits wrote them for this shard, or their minimum over shards
+  ConstMatrix upstream;  ///< [N, K] s_ik = dL/dselected_ik, dtype as lse
+
+  bool absent() const { return ids.data == nullptr && ids.rows == 0; }
+};
+
 /// What backward needs beside the Problem.
 struct BackwardInputs {
   ConstVector lse;       ///< [N] as the forward wrote it
   ConstVector entropy;   ///< [N] as the forward wrote it; needed with dentropy only
   ConstVector dlogprob;  ///< [N] upstream gradient of logprob, any stride; absent: zero
   ConstVector dentropy;  ///< [N] upstream gradient of entropy (kGrad only); absent: zero
+  /// Optional. When given, the one-hot parts of dz come from here alone, so the target stands among the ids,
+  /// and dlogprob holds each row's total A_i = sum_k s_ik:
+  ///   dz_ij = sum_{k: id_ik = j} s_ik - A_i p_ij - g_i p_ij (log p_ij + entropy_i)
+  SelectedGradient selected{};
 };
 
 /// Gradients to write. An absent one is not computed, nor is its GEMM.

@@ -20,7 +20,11 @@ Result<ResolvedSupport> resolve(const SelectedProblem& p, const Execution& execu
   return ResolvedSupport{*head, p.ids, p.ids.cols, "ids"};
 }
 
-Status check_values_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t k, DType dtype) {
+ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
+
+}  // namespace
+
+Status validate_rows_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t k, DType dtype) {
   const std::string argument(name);
   if (m.rows != rows || m.cols != k)
     return {StatusCode::kInvalidArgument, argument + ": expected [" + str(rows) + ", " + str(k) + "], got [" +
@@ -35,10 +39,6 @@ Status check_values_matrix(const char* name, const ConstMatrix& m, std::int64_t 
   return {};
 }
 
-ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
-
-}  // namespace
-
 Result<WorkspaceSize> selected_workspace_size(const SelectedProblem& given, const Execution& execution) {
   Result<ResolvedSupport> r = resolve(given, execution);
   if (!r.ok()) return r.status();
@@ -50,7 +50,7 @@ Result<WorkspaceSize> selected_workspace_size(const SelectedProblem& given, cons
 Status selected_logits(const SelectedProblem& given, const Matrix& logits, const Execution& execution) {
   Result<ResolvedSupport> r = resolve(given, execution);
   if (!r.ok()) return r.status();
-  LMHEAD_RETURN_IF_ERROR(check_values_matrix("logits", as_const(logits), r->head.n, r->k, r->head.result));
+  LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("logits", as_const(logits), r->head.n, r->k, r->head.result));
   Result<const SupportImplementation*> implementation = choose_support(execution);
   if (!implementation.ok()) return implementation.status();
   Result<WorkspaceSize> needed = (*implementation)->workspace_size(*r, Operation::kForwardPartial, {}, execution);
@@ -65,8 +65,9 @@ Status selected_combine(const SelectedProblem& given, const ConstMatrix& logits,
   Result<ResolvedSupport> r = resolve(given, execution);
   if (!r.ok()) return r.status();
   const std::int64_t n = r->head.n, shards = n > 0 ? std::max<std::int64_t>(1, logits.rows / n) : 1;
-  LMHEAD_RETURN_IF_ERROR(check_values_matrix("logits", logits, n > 0 ? shards * n : logits.rows, r->k, r->head.result));
-  LMHEAD_RETURN_IF_ERROR(check_values_matrix("selected", as_const(selected), n, r->k, r->head.result));
+  LMHEAD_RETURN_IF_ERROR(
+      validate_rows_matrix("logits", logits, n > 0 ? shards * n : logits.rows, r->k, r->head.result));
+  LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected", as_const(selected), n, r->k, r->head.result));
   for (const auto& [name, v] : {std::pair{"lse", lse}, std::pair{"logprob", logprob}}) {
     if (v.size != n || (v.data == nullptr && n > 0))
       return {StatusCode::kInvalidArgument,

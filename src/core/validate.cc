@@ -245,6 +245,15 @@ Status validate_backward(const ResolvedProblem& r, const BackwardInputs& in, con
   LMHEAD_RETURN_IF_ERROR(check_upstream("dlogprob", in.dlogprob, r));
   LMHEAD_RETURN_IF_ERROR(check_upstream("dentropy", in.dentropy, r));
   LMHEAD_RETURN_IF_ERROR(check_upstream("entropy", in.entropy, r));
+  if (!in.selected.absent()) {
+    const ConstMatrix& ids = in.selected.ids;
+    if (ids.dtype != DType::kInt32 && ids.dtype != DType::kInt64)
+      return mistyped("selected ids", "int32 or int64", to_string(ids.dtype));
+    LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected ids", ids, r.n, ids.cols, ids.dtype));
+    LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected logits", in.selected.logits, r.n, ids.cols, r.result));
+    LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected upstream", in.selected.upstream, r.n, ids.cols, r.result));
+    if (in.dlogprob.absent()) return invalid("dlogprob", "each row's total of the selected upstream gradients", "none");
+  }
   if (!in.dentropy.absent()) {
     if (p.entropy != EntropyMode::kGrad) return invalid("dentropy", "none unless entropy_requires_grad", "a gradient");
     if (in.entropy.absent() && r.n > 0)

@@ -19,4 +19,7 @@ Status validate_backward(const ResolvedProblem& problem, const BackwardInputs& i
 /// The caller's workspace against what the call needs. nullptr is fine where `may_allocate`.
 Status validate_workspace(const Execution& execution, const WorkspaceSize& needed, bool may_allocate);
 
+/// Shape, dtype and memory of an [N, K] operand.
+Status validate_rows_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t k, DType dtype);
+
 }  // namespace lmhead

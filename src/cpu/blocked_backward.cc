@@ -7,6 +7,7 @@
 // the other one accumulates in fp32 for the whole call. The order with the smaller accumulator is taken.
 #include "cpu/blocked.h"
 
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -329,9 +330,29 @@ class Backward {
                                  .a = value(in_.dlogprob),
                                  .g = value(in_.dentropy),
                                  .slope = static_cast<float>(p.logit_scale / temperature(r_, row))};
-      const std::int64_t target = target_column(r_, row);
+      // With selected ids every one-hot part is theirs.
+      const std::int64_t target = in_.selected.absent() ? target_column(r_, row) : -1;
       kernels_.logit_gradient(t.logits + (i - begin) * cols, cols, bias, gradient,
                               target < 0 ? -1 : target - b.col - col, r_.compute, dl(i, col));
+      if (!in_.selected.absent()) mend_selected(row, b.col + col, cols, gradient, dl(i, col));
+    }
+  }
+
+  /// Rewrites dl at the row's selected ids: their upstream gradient is subtracted in fp32 before the one
+  /// rounding, as the target's is.
+  void mend_selected(std::int64_t row, std::int64_t first, std::int64_t cols, const RowGradient& g,
+                     std::byte* out) const {
+    const SelectedGradient& s = in_.selected;
+    const Problem& p = r_.given;
+    for (std::int64_t k = 0; k < s.ids.cols; ++k) {
+      const std::int64_t id = load_int(s.ids.data, s.ids.dtype, row * s.ids.row_stride + k);
+      const std::int64_t j = id - p.vocab_start - first;
+      if (id < 0 || j < 0 || j >= cols) continue;
+      const float z = static_cast<float>(load_float(s.logits, row, k)), log_p = z - g.lse, prob = std::exp(log_p);
+      float dz = static_cast<float>(selected_upstream(s, row, id)) - g.a * prob;
+      if (g.g != 0 && prob != 0) dz -= g.g * prob * (log_p + g.entropy);
+      const float saturation = p.softcap ? z * static_cast<float>(temperature(r_, row) / *p.softcap) : 0.0f;
+      store_float(out, r_.compute, j, static_cast<double>(dz * g.slope * (1.0f - saturation * saturation)));
     }
   }
 

@@ -111,7 +111,11 @@ Status backward(const ResolvedProblem& r, const BackwardInputs& in, const Backwa
         const double z = logit(j), log_p = z - lse, prob = std::exp(log_p);
         // p log p -> 0 at p = 0: a -inf logit would give 0 * -inf.
         double dz = -a * prob - (prob == 0 ? 0 : g * prob * (log_p + entropy));
-        if (j == target) dz += a;
+        if (in.selected.absent()) {
+          if (j == target) dz += a;
+        } else {
+          dz += selected_upstream(in.selected, i, j + r.given.vocab_start);
+        }
         const double dl = dz * logit.slope(z);
         if (!db.empty()) db[static_cast<std::size_t>(j)] += dl;
         for (std::size_t k = 0; k < dx.size(); ++k) dx[k] += dl * logit.w()[k];

@@ -47,11 +47,22 @@ std::vector<std::int64_t> forward_rows(const ResolvedProblem& r) {
   return rows;
 }
 
+double selected_upstream(const SelectedGradient& selected, std::int64_t i, std::int64_t id) {
+  double sum = 0;
+  for (std::int64_t k = 0; k < selected.ids.cols; ++k)
+    if (load_int(selected.ids.data, selected.ids.dtype, i * selected.ids.row_stride + k) == id)
+      sum += load_float(selected.upstream, i, k);
+  return sum;
+}
+
 std::vector<std::int64_t> backward_rows(const ResolvedProblem& r, const BackwardInputs& in) {
   std::vector<std::int64_t> rows;
   for (std::int64_t i = 0; i < r.n; ++i) {
-    const bool moved = (!in.dlogprob.absent() && load_float(in.dlogprob, i) != 0) ||
-                       (!in.dentropy.absent() && load_float(in.dentropy, i) != 0);
+    bool moved = (!in.dlogprob.absent() && load_float(in.dlogprob, i) != 0) ||
+                 (!in.dentropy.absent() && load_float(in.dentropy, i) != 0);
+    // Upstream gradients at selected ids may cancel in their total and still move the row.
+    for (std::int64_t k = 0; !moved && k < in.selected.ids.cols; ++k)
+      moved = load_float(in.selected.upstream, i, k) != 0;
     if (moved && is_active(r, i)) rows.push_back(i);
   }
   return rows;

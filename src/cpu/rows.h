@@ -36,6 +36,9 @@ inline bool target_in_vocab(const ResolvedProblem& r, std::int64_t id) {
   return r.given.out_of_vocab == OutOfVocab::kError || (id >= 0 && id < r.valid_vocab);
 }
 
+/// Sum of the upstream gradients of row i at a global id.
+double selected_upstream(const SelectedGradient& selected, std::int64_t i, std::int64_t id);
+
 /// Rows that the forward computes, in order.
 std::vector<std::int64_t> forward_rows(const ResolvedProblem& r);
 /// Rows that the backward computes: active and with an upstream gradient other than exactly zero.

@@ -10,6 +10,7 @@
 #include "cuda/plan.h"
 #include "cuda/portable_kernels.h"
 #include "cuda/rows.h"
+#include "cuda/selected.h"
 
 namespace lmhead {
 namespace {
@@ -216,6 +217,10 @@ class Backward {
     column_ = column;
     LMHEAD_RETURN_IF_ERROR(tiling_.products());
     logit_gradients(tiling_.logits(), r_.compute, !in_.dentropy.absent(), tiles_.terms, stream_);
+    if (!in_.selected.absent())
+      add_selected({tiles_.products, tiling_.dl_stride(), r_.compute, rows, column, end,
+                    static_cast<float>(r_.given.logit_scale), static_cast<float>(r_.given.softcap.value_or(0.0))},
+                   row_inputs(r_, row, rows, in_), {}, tiles_.terms, stream_);
     if (!out_.bias.absent())
       column_sums(tiles_.products, r_.compute, tiling_.dl_stride(), rows, columns, tiles_.bias_partial,
                   tiles_.bias_sums + column, row > 0, stream_);

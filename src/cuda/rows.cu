@@ -27,6 +27,16 @@ Vector slice(Vector v, std::int64_t begin, std::int64_t count) {
   return v;
 }
 
+ConstMatrix slice(ConstMatrix m, std::int64_t begin, std::int64_t count) {
+  m.data = static_cast<const std::byte*>(m.data) + begin * m.row_stride * static_cast<std::int64_t>(size_of(m.dtype));
+  m.rows = count;
+  return m;
+}
+SelectedGradient slice(SelectedGradient s, std::int64_t begin, std::int64_t count) {
+  if (s.absent()) return s;
+  return {slice(s.ids, begin, count), slice(s.logits, begin, count), slice(s.upstream, begin, count)};
+}
+
 __device__ __forceinline__ bool is_active(const RowInputs& rows, std::int64_t i) {
   return (rows.active.data == nullptr || load_int(rows.active, i) > 0) &&
          load_int(rows.targets, i) != rows.ignore_index;
@@ -34,8 +44,14 @@ __device__ __forceinline__ bool is_active(const RowInputs& rows, std::int64_t i)
 
 /// NaN counts as a gradient: only exact zeros drop a row.
 __device__ __forceinline__ bool has_gradient(const RowInputs& rows, std::int64_t i) {
-  return (rows.dlogprob.data != nullptr && !(load_float(rows.dlogprob, i) == 0.0f)) ||
-         (rows.dentropy.data != nullptr && !(load_float(rows.dentropy, i) == 0.0f));
+  if ((rows.dlogprob.data != nullptr && !(load_float(rows.dlogprob, i) == 0.0f)) ||
+      (rows.dentropy.data != nullptr && !(load_float(rows.dentropy, i) == 0.0f)))
+    return true;
+  // Upstream gradients at selected ids may cancel in their total and still move the row.
+  const ConstMatrix& upstream = rows.selected.upstream;
+  for (std::int64_t k = 0; k < rows.selected.ids.cols; ++k)
+    if (!(load_float(upstream.data, upstream.dtype, i * upstream.row_stride + k) == 0.0f)) return true;
+  return false;
 }
 
 /// A temperature that checked mode would refuse becomes NaN, and so does its row.
@@ -60,7 +76,9 @@ __global__ void prepare_kernel(RowInputs rows, std::int64_t n, bool backward, Ro
       t.active = 1;
       t.inverse_temperature = inverse_temperature(rows, row);
       const std::int64_t column = load_int(rows.targets, row) - rows.vocab_start;
-      t.target = column >= 0 && column < rows.v_valid ? column : -1;
+      // With selected ids every one-hot part of the gradient is theirs.
+      const bool selected = backward && rows.selected.ids.data != nullptr;
+      t.target = !selected && column >= 0 && column < rows.v_valid ? column : -1;
       if (backward) {
         t.lse = load_float(rows.lse, row);
         t.a = rows.dlogprob.data != nullptr ? load_float(rows.dlogprob, row) : 0.0f;
@@ -195,6 +213,7 @@ RowInputs row_inputs(const ResolvedProblem& r, std::int64_t begin, std::int64_t 
           slice(b.entropy, begin, count),
           slice(b.dlogprob, begin, count),
           slice(b.dentropy, begin, count),
+          slice(b.selected, begin, count),
           static_cast<float>(p.temperature),
           p.ignore_index,
           p.vocab_start,

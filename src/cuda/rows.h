@@ -18,6 +18,7 @@ namespace lmhead::cuda {
 struct RowInputs {
   ConstVector targets, active, temperature;      ///< the last two may be absent
   ConstVector lse, entropy, dlogprob, dentropy;  ///< backward; each but lse may be absent
+  SelectedGradient selected;                     ///< backward; may be absent
   float scalar_temperature;
   std::int64_t ignore_index;
   std::int64_t vocab_start, v_valid, valid_vocab;
