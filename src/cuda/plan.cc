@@ -12,6 +12,10 @@ namespace {
 constexpr double kTileOverheadBytes = 8e7;
 constexpr std::int64_t kMinColumns = 64;
 constexpr std::int64_t kFewRows = 256;
+/// cuBLASLt splits a reduction over at most a few parts, whose fp32 sums it keeps in its workspace; 32 MiB is
+/// what it asks for at most on Hopper.
+constexpr std::int64_t kBlasSplits = 8;
+constexpr std::size_t kMaxBlasBytes = std::size_t{32} << 20;
 /// Tile sides stay inside cuBLASLt's 32-bit sizes.
 constexpr std::int64_t kMaxSide = std::int64_t{1} << 30;
 
@@ -29,13 +33,16 @@ std::int64_t segments_in(const ResolvedProblem& r, std::int64_t columns) {
   return std::min(grid.count(), columns / kSegmentColumns + 2 * octants);
 }
 
-Plan shape(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size_t blas_bytes, bool vocabulary_outside,
+Plan shape(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size_t budget, bool vocabulary_outside,
            std::int64_t rows, std::int64_t columns) {
   Plan plan;
   plan.rows = rows;
   plan.columns = columns;
   plan.vocabulary_outside = vocabulary_outside;
-  plan.blas_bytes = blas_bytes;
+  const std::int64_t largest =
+      gradients == nullptr ? rows * columns : std::max({rows * columns, rows * r.h, columns * r.h});
+  plan.blas_bytes = std::min({kMaxBlasBytes, budget / 8 / kWorkspaceAlignment * kWorkspaceAlignment,
+                              static_cast<std::size_t>(round_up(largest * 4 * kBlasSplits, kWorkspaceAlignment))});
   plan.products_stride = round_up(columns, 8);
   plan.convert_weight = r.given.weight.dtype != r.compute;
   plan.copy_hidden = r.given.hidden.dtype != r.compute;
@@ -74,12 +81,12 @@ double traffic(const ResolvedProblem& r, const BackwardOutputs* gradients, const
 
 /// Most columns that fit for this many rows: all, else a multiple of a segment, else of kMinColumns.
 std::optional<Plan> widest(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size_t budget,
-                           std::size_t blas_bytes, bool vocabulary_outside, std::int64_t rows) {
+                           bool vocabulary_outside, std::int64_t rows) {
   const std::int64_t all = std::max<std::int64_t>(r.v_valid, 1);
   const auto fits = [&](std::int64_t columns) {
-    return bytes_inside(r, gradients, shape(r, gradients, blas_bytes, vocabulary_outside, rows, columns)) <= budget;
+    return bytes_inside(r, gradients, shape(r, gradients, budget, vocabulary_outside, rows, columns)) <= budget;
   };
-  if (all <= kMaxSide && fits(all)) return shape(r, gradients, blas_bytes, vocabulary_outside, rows, all);
+  if (all <= kMaxSide && fits(all)) return shape(r, gradients, budget, vocabulary_outside, rows, all);
   for (const std::int64_t step : {kSegmentColumns, kMinColumns}) {
     std::int64_t low = 0, high = std::min(all, kMaxSide) / step;  // in steps; `low` fits
     while (low < high) {
@@ -90,7 +97,7 @@ std::optional<Plan> widest(const ResolvedProblem& r, const BackwardOutputs* grad
         high = middle - 1;
       }
     }
-    if (low > 0) return shape(r, gradients, blas_bytes, vocabulary_outside, rows, low * step);
+    if (low > 0) return shape(r, gradients, budget, vocabulary_outside, rows, low * step);
   }
   return std::nullopt;
 }
@@ -128,16 +135,13 @@ Tiles lay_out(const ResolvedProblem& r, const BackwardOutputs* gradients, const 
 
 Result<Plan> make_plan(const ResolvedProblem& r, const BackwardOutputs* gradients, const Execution& e) {
   const std::size_t budget = budget_of(e);
-  // cuBLASLt asks for at most 32 MiB on Hopper; small budgets give it an eighth.
-  const std::size_t blas_bytes =
-      std::min<std::size_t>(std::size_t{32} << 20, budget / 8 / kWorkspaceAlignment * kWorkspaceAlignment);
   // The outer loop's accumulator is [N, H] with the vocabulary outside, [V, H] with the rows outside.
   const bool vocabulary_outside = gradients != nullptr && r.n <= r.v_valid;
   std::optional<Plan> best;
   double best_cost = 0;
   for (std::int64_t rows = std::min(r.n, kMaxSide); rows >= 1;
        rows = rows > kFewRows ? round_up(rows / 2, kFewRows) : rows / 2) {
-    const std::optional<Plan> plan = widest(r, gradients, budget, blas_bytes, vocabulary_outside, rows);
+    const std::optional<Plan> plan = widest(r, gradients, budget, vocabulary_outside, rows);
     const double cost = plan ? traffic(r, gradients, *plan) : 0;
     if (plan && (!best || cost < best_cost)) {
       best = plan;
@@ -146,11 +150,13 @@ Result<Plan> make_plan(const ResolvedProblem& r, const BackwardOutputs* gradient
     if (best && rows <= kFewRows) break;  // fewer only when nothing larger fits
   }
   if (best) return *best;
-  const Plan least = shape(r, gradients, blas_bytes, vocabulary_outside, 1,
-                           std::min(std::max<std::int64_t>(r.v_valid, 1), kMinColumns));
-  return Status(StatusCode::kInvalidArgument, "workspace_budget: expected at least " +
-                                                  std::to_string(bytes_inside(r, gradients, least)) +
-                                                  " bytes for this problem, got " + std::to_string(budget));
+  Plan least =
+      shape(r, gradients, budget, vocabulary_outside, 1, std::min(std::max<std::int64_t>(r.v_valid, 1), kMinColumns));
+  least.blas_bytes = 0;  // its eighth of the budget is added below
+  return Status(StatusCode::kInvalidArgument,
+                "workspace_budget: expected at least " +
+                    std::to_string(bytes_inside(r, gradients, least) / 7 * 8 + 8 * kWorkspaceAlignment) +
+                    " bytes for this problem, got " + std::to_string(budget));
 }
 
 }  // namespace lmhead::cuda

@@ -28,10 +28,10 @@ class Arena {
                                       std::int64_t m, std::int64_t n, std::int64_t k) = 0;
 };
 
-/// The arena for a device. Device::kCuda needs tests/cuda_arena.cu in the program.
+/// The arena for a device. Device::kCuda needs tests/cuda_arena.cc in the program.
 Arena& arena(Device device);
 #if LMHEAD_HAS_CUDA
-Arena& cuda_arena();  // tests/cuda_arena.cu
+Arena& cuda_arena();  // tests/cuda_arena.cc
 #endif
 
 /// Device memory with 256 guard bytes on each side. `fill` is what the memory holds at first:
