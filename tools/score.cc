@@ -11,6 +11,7 @@
 
 #include "batch_file.h"
 #include "commands.h"
+#include "device.h"
 #include "head_file.h"
 #include "lmhead/lmhead.h"
 #include "machine.h"
@@ -72,8 +73,14 @@ Problem make_problem(const Options& options, const Head& head) {
 /// Scores chunks of rows, for the progress line; results do not depend on the cut.
 void run(const Options& options, const Batch& batch, Problem problem, Scores& scores) {
   const std::int64_t n = batch.rows();
+  const BackendChoice choice = choose_backend(options.backend);
+  Uploads head(choice.device);
+  problem.weight = head.matrix(problem.weight);
+  problem.bias = head.vector(problem.bias);
+  DeviceBuffer workspace, logprob, entropy;
   Execution execution;
-  execution.backend = options.backend.c_str();
+  execution.backend = choice.backend.c_str();
+  execution.device = choice.device;
   execution.threads = options.threads;
   scores.threads = options.threads > 0 ? options.threads : usable_cpus();
   scores.logprob.assign(static_cast<std::size_t>(n), 0.0f);
@@ -90,14 +97,31 @@ void run(const Options& options, const Batch& batch, Problem problem, Scores& sc
     problem.hidden = batch.hidden;
     problem.hidden.rows = end - begin;
     problem.hidden.data = hidden + begin * batch.hidden.row_stride * element;
-    problem.targets = slice(batch.targets, begin, end);
+    Uploads rows(choice.device);
+    problem.hidden = rows.matrix(problem.hidden);
+    problem.targets = rows.vector(slice(batch.targets, begin, end));
+    const auto bytes = static_cast<std::size_t>(end - begin) * sizeof(float);
+    logprob.reserve(choice.device, bytes);
     ForwardOutputs outputs;
-    outputs.logprob = {scores.logprob.data() + begin, end - begin, 1, DType::kFloat32};
-    if (options.entropy) outputs.entropy = {scores.entropy.data() + begin, end - begin, 1, DType::kFloat32};
+    outputs.logprob = {logprob.data(), end - begin, 1, DType::kFloat32};
+    if (options.entropy) {
+      entropy.reserve(choice.device, bytes);
+      outputs.entropy = {entropy.data(), end - begin, 1, DType::kFloat32};
+    }
+    if (choice.device == Device::kCuda) {  // on the CPU the call allocates what it needs
+      const Result<WorkspaceSize> needed = workspace_size(problem, Operation::kForward, {}, execution);
+      require_ok(needed.status());
+      workspace.reserve(choice.device, needed->bytes);
+      execution.workspace = workspace.data();
+      execution.workspace_bytes = workspace.size();
+    }
 
     const auto start = std::chrono::steady_clock::now();
     require_ok(forward(problem, outputs, execution));
+    synchronize(choice.device);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    logprob.download(scores.logprob.data() + begin, bytes);
+    if (options.entropy) entropy.download(scores.entropy.data() + begin, bytes);
     scores.seconds += seconds;
     scores.backend = last_backend();
     if (n == 0) return;
@@ -196,7 +220,7 @@ void add_score(CLI::App& app) {
   command->add_option("--logit-scale", options->logit_scale, "Multiplies logits (config.json's, else 1)");
   command->add_option("--valid-vocab", options->valid_vocab, "Rows of the weight beyond it are padding");
   command->add_flag("--entropy", options->entropy, "Compute entropy too");
-  command->add_option("--backend", options->backend, "auto, or a name that `lmhead info` lists (auto)");
+  command->add_option("--backend", options->backend, "auto, cuda, or a name that `lmhead info` lists (auto)");
   command->add_option("--threads", options->threads, "CPU threads, 0 for all (0)")->check(CLI::NonNegativeNumber);
   command->add_option("--out", options->out, "Write logprob (and entropy) [N] F32 to this .safetensors file");
   command->add_flag("--json{sequences}", options->json, "JSON lines on stdout; --json=tokens adds a line a token")
