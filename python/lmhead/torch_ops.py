@@ -549,13 +549,20 @@ def linear_logprobs(
         if tensor is None or tensor.shape == shape or (name == "temperature" and tensor.numel() == 1):
             continue
         raise ValueError(f"{name}: expected {list(shape)} {rows} {list(hidden.shape)}, got {list(tensor.shape)}")
-    if weight_main_grad is not None and (
-        weight_main_grad.shape != weight.shape or weight_main_grad.dtype != result_dtype(hidden)
-    ):
-        raise ValueError(
-            f"weight_main_grad: expected {list(weight.shape)} {dtype_name(result_dtype(hidden))}, "
-            f"got {list(weight_main_grad.shape)} {dtype_name(weight_main_grad.dtype)}"
-        )
+    if weight_main_grad is not None:
+        if weight_main_grad.shape != weight.shape:
+            raise ValueError(
+                f"weight_main_grad: expected {list(weight.shape)} like weight, got {list(weight_main_grad.shape)}"
+            )
+        if weight_main_grad.dtype != result_dtype(hidden):
+            raise TypeError(
+                f"weight_main_grad: expected {dtype_name(result_dtype(hidden))}, got {dtype_name(weight_main_grad.dtype)}"
+            )
+        if weight.shape[1] > 1 and weight_main_grad.stride(1) != 1:
+            raise ValueError(
+                "weight_main_grad: expected contiguous columns (stride 1 along H), got strides "
+                f"{tuple(weight_main_grad.stride())}"
+            )
     if group is not None and vocab_size is None:
         raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
     device = hidden.device.type
