@@ -323,7 +323,8 @@ TEST(Selected, GradientsAreThoseOfTheDenseDefinition) {
           for (std::int64_t j = 0; j < k; ++j) {
             const auto at = static_cast<std::size_t>(i * k + j);
             ids[at] = j == c.k ? d.targets[static_cast<std::size_t>(i)] : d.ids[static_cast<std::size_t>(i * c.k + j)];
-            double s = i == 5 ? (j == 0 ? 1.0 : j == c.k ? -1.0 : 0.0) : normal(rng);  // row 5: total exactly 0
+            if (i == 5 && j == 2) ids[at] = 7;
+            double s = i == 5 ? (j == 0 ? 1.0 : j == 2 ? -1.0 : 0.0) : normal(rng);  // row 5: total exactly 0
             if (ids[at] == -1) s = 0;
             store_float(upstream.data(), out.dtype, i * k + j, s);
             sum += out.at(upstream, i * k + j);
@@ -331,6 +332,7 @@ TEST(Selected, GradientsAreThoseOfTheDenseDefinition) {
           store_float(total.data(), out.dtype, i, sum);
         }
         for (auto& id : ids) id = id == -100 ? -1 : id;
+        store_float(d.dentropy.data(), d.result, 5, 0);  // nothing but its selected ids moves row 5
         const ConstMatrix id_matrix{ids.data(), c.n, k, k, DType::kInt64};
         ASSERT_TRUE(selected_logits({p, id_matrix}, {logits.data(), c.n, k, k, out.dtype}).ok());
         BackwardInputs in{
