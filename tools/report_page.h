@@ -43,8 +43,8 @@ display:flex;flex-wrap:wrap;gap:.4rem 1.4rem;align-items:center}
 fieldset{border:0;padding:0;margin:0;display:flex;gap:.9rem;align-items:center}
 legend{float:left;padding:0;margin-right:.2rem;color:var(--soft);font-size:.9rem}
 label{cursor:pointer}
-.scale{display:flex;list-style:none;margin:0;padding:0;font-size:.78rem;font-variant-numeric:tabular-nums}
-.scale li{padding:.1rem .5rem;min-width:3.2rem;text-align:center;border:1px solid var(--line);border-left-width:0}
+.scale{display:flex;flex-wrap:wrap;list-style:none;margin:0;padding:0;font-size:.78rem;font-variant-numeric:tabular-nums}
+.scale li{padding:.1rem .5rem;min-width:3.2rem;white-space:nowrap;text-align:center;border:1px solid var(--line);border-left-width:0}
 .scale li:first-child{border-left-width:1px;border-radius:5px 0 0 5px}.scale li:last-child{border-radius:0 5px 5px 0}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.85;padding:.7rem .9rem;border:1px solid var(--line);border-radius:8px}
 .text:focus-visible,input:focus-visible,a:focus-visible{outline:2px solid var(--focus);outline-offset:2px}

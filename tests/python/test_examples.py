@@ -1,0 +1,30 @@
+"""What `make run` does, on two of its texts: a real model, scored and compared with torch."""
+
+import json
+import subprocess
+import sys
+
+import command
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+
+def test_real_model_end_to_end(tmp_path):
+    examples = command.ROOT / "examples"
+    texts = [examples / "texts" / name for name in ("soup.txt", "tides.txt")]
+    make = [sys.executable, examples / "make_batch.py", "--out", tmp_path, *texts]
+    subprocess.run([*map(str, make)], check=True, timeout=300, stderr=subprocess.DEVNULL)
+    strings = json.loads((tmp_path / "tokens.json").read_text())
+    assert "".join(strings) == "".join(text.read_text() for text in texts)
+
+    compare = [sys.executable, examples / "compare_torch.py", "--lmhead", command.path(), "--out", tmp_path]
+    done = subprocess.run([*map(str, compare)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["within_bound"] is True and summary["scored"] == summary["tokens"] - 2
+    assert 2.5 <= summary["mean_nll"] <= 3.5 and 2.5 <= summary["mean_entropy"] <= 3.5
+    # 750 tokens of fp32 logits alone are 140 MiB; lmhead holds inputs, outputs and a workspace of at most 64 MiB.
+    assert summary["ways"]["lmhead"]["peak_mib"] <= 64 + 57 + 40
+    assert (tmp_path / "scores.safetensors").exists()
