@@ -1,4 +1,25 @@
 # Tests over several ranks: threads everywhere, MPI where the build has it.
 lmhead_test(communicator_test dist communicator_test.cc)
-lmhead_test(vocab_parallel_test dist vocab_parallel_test.cc sharded_run.cc)
-target_link_libraries(vocab_parallel_test PRIVATE lmhead_testing)
+foreach(name packed_test vocab_parallel_test)
+  lmhead_test(${name} dist ${name}.cc sharded_run.cc)
+  target_link_libraries(${name} PRIVATE lmhead_testing)
+endforeach()
+
+if(LMHEAD_HAS_MPI AND NOT LMHEAD_SANITIZE)  # OpenMPI itself does not run clean under the sanitizers
+  find_package(MPI REQUIRED COMPONENTS CXX)
+  add_executable(mpi_test mpi_test.cc sharded_run.cc)
+  target_include_directories(mpi_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_compile_definitions(mpi_test PRIVATE OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
+  target_link_libraries(mpi_test PRIVATE lmhead_testing lmhead_build_flags MPI::MPI_CXX)
+  # More ranks than cores are meant; root is what containers run as.
+  set(mpirun ${MPIEXEC_EXECUTABLE} --allow-run-as-root --oversubscribe)
+  foreach(ranks 3 8)
+    add_test(NAME mpi_${ranks}_ranks COMMAND ${mpirun} -n ${ranks} $<TARGET_FILE:mpi_test>)
+  endforeach()
+  add_test(NAME mpi_silent_rank COMMAND ${mpirun} -n 3 $<TARGET_FILE:mpi_test> silent)
+  add_test(NAME mpi_killed_rank COMMAND ${mpirun} --enable-recovery -n 3 $<TARGET_FILE:mpi_test> killed)
+  set_tests_properties(mpi_silent_rank mpi_killed_rank PROPERTIES
+    PASS_REGULAR_EXPRESSION "rank 0: noticed: .*rank 2: noticed: |rank 2: noticed: .*rank 0: noticed: "
+    FAIL_REGULAR_EXPRESSION "WRONG")
+  set_tests_properties(mpi_3_ranks mpi_8_ranks mpi_silent_rank mpi_killed_rank PROPERTIES LABELS dist TIMEOUT 90)
+endif()
