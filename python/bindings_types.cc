@@ -115,7 +115,11 @@ void bind_types(nb::module_& m) {
       .def_rw("lse", &BackwardInputs::lse)
       .def_rw("entropy", &BackwardInputs::entropy)
       .def_rw("dlogprob", &BackwardInputs::dlogprob)
-      .def_rw("dentropy", &BackwardInputs::dentropy);
+      .def_rw("dentropy", &BackwardInputs::dentropy)
+      .def("set_selected",
+           [](BackwardInputs& self, const ConstMatrix& ids, const ConstMatrix& logits, const ConstMatrix& upstream) {
+             self.selected = {ids, logits, upstream};
+           });
   nb::class_<BackwardOutputs>(m, "BackwardOutputs")
       .def(nb::init<>())
       .def_rw("hidden", &BackwardOutputs::hidden)

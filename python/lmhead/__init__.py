@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .module import LinearLogprobs
+    from .selected import selected_logprobs
     from .support import support_logprobs
 
     Array = Any  # torch.Tensor or numpy.ndarray, one kind a call
@@ -41,6 +42,7 @@ __all__ = [
     "packing_lower_bound",
     "packing_metrics",
     "sequence_alignment",
+    "selected_logprobs",
     "support_logprobs",
     "total_alignment",
     "unpacked_alignment",
@@ -55,6 +57,7 @@ _LAZY = {
     **dict.fromkeys(("PackedLayout", "active_spans", "check_active_spans"), "layout"),
     **dict.fromkeys(("sequence_alignment", "total_alignment", "unpacked_alignment"), "layout"),
     **dict.fromkeys(("PackingMetrics", "pack", "packing_lower_bound", "packing_metrics"), "packing"),
+    "selected_logprobs": "selected",
     "support_logprobs": "support",
 }
 

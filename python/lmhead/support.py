@@ -43,9 +43,7 @@ class _SupportCall(_Call):
         size = _core.support_workspace_size(
             self.support, operation, gradients or _core.BackwardOutputs(), self.execution
         )
-        if self.device.type == "cuda" and size:
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self.execution.set_workspace(self._workspace.data_ptr(), size)
+        self.set_workspace(size)
 
 
 @torch.library.custom_op("lmhead::support_logprobs", mutates_args=())

@@ -123,6 +123,9 @@ class _Call:
     def reserve_workspace(self, operation: _core.Operation, gradients: _core.BackwardOutputs | None = None) -> None:
         """On the GPU from PyTorch's allocator; on the CPU the library allocates for itself."""
         size = _core.workspace_size(self.problem, operation, gradients or _core.BackwardOutputs(), self.execution)
+        self.set_workspace(size)
+
+    def set_workspace(self, size: int) -> None:
         if self.device.type == "cuda" and size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.execution.set_workspace(self._workspace.data_ptr(), size)
