@@ -8,6 +8,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/rows.h"
+#include "cuda/selected.h"
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_forward.h"
 #include "cuda/sm90_gemm.h"
@@ -403,6 +404,10 @@ class Backward {
       dlogits.column = gemm.column = static_cast<int>(v);
       dlogits.columns = gemm.columns = static_cast<int>(columns);
       LMHEAD_RETURN_IF_ERROR(launch_dlogits(dlogits, r_.compute, entropy_, multiprocessors_, stream_));
+      if (!inputs_.selected.absent())
+        add_selected({l_.dl, l_.chunk.columns, r_.compute, rows, v, v + columns,
+                      static_cast<float>(r_.given.logit_scale), static_cast<float>(r_.given.softcap.value_or(0.0))},
+                     inputs_, {l_.common.index + begin, nullptr}, l_.common.terms + begin, stream_);
       if (l_.bias_sums != nullptr)
         sum_columns(l_.dl, r_.compute, l_.chunk.columns, count, columns, sum_slices(l_.chunk.rows), l_.bias_partial,
                     l_.bias_sums + v, !first, stream_);
