@@ -7,10 +7,12 @@ import torch
 
 import lmhead
 
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+
 N, H, V, K = 41, 64, 3000, 6
 
 
-def problem(dtype=torch.float32):
+def problem(dtype=torch.float32, device="cpu"):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, H, generator=g).to(dtype)
     weight = (torch.randn(V, H, generator=g) * 4 / H**0.5).to(dtype)
@@ -21,7 +23,7 @@ def problem(dtype=torch.float32):
     ids[4, 2] = targets[4]  # the target itself
     ids[5, 1:] = -1  # padding
     targets[6] = -100
-    return hidden, weight, bias, targets, ids
+    return tuple(t.to(device) for t in (hidden, weight, bias, targets, ids))
 
 
 def plain(hidden, weight, bias, targets, ids, temperature):
@@ -32,14 +34,17 @@ def plain(hidden, weight, bias, targets, ids, temperature):
     return logprob, selected, torch.where(live, -(logp.exp() * logp).sum(1), 0.0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_values_and_gradients(dtype):
-    hidden, weight, bias, targets, ids = problem(dtype)
+def test_values_and_gradients(dtype, device):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 runs on the CPU only")
+    hidden, weight, bias, targets, ids = problem(dtype, device)
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
     exact = [t.double().requires_grad_() for t in (hidden, weight, bias)]
     g = torch.Generator().manual_seed(1)
-    a, e = torch.randn(2, N, generator=g, dtype=torch.float64)
-    s = torch.randn(N, K, generator=g, dtype=torch.float64)
+    a, e = torch.randn(2, N, generator=g, dtype=torch.float64).to(device)
+    s = torch.randn(N, K, generator=g, dtype=torch.float64).to(device)
     logprob, selected, entropy = lmhead.selected_logprobs(
         leaves[0], leaves[1], targets, ids, bias=leaves[2], temperature=0.8, return_entropy=True,
         entropy_requires_grad=True,
