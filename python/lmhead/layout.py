@@ -144,6 +144,25 @@ class PackedLayout:
         self.positions = tuple(zip(rows.tolist(), columns.tolist()))
         self.batch_shape = (int(shape[0]), int(shape[1]))
 
+    def _key(self) -> tuple[Any, ...]:
+        return self.lengths, self.tp, self.cp, self.precision, self.positions, self.batch_shape
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, PackedLayout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._key()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        lengths, tp, cp, precision, positions, batch_shape = state
+        self.__init__(lengths, tp=tp, cp=cp, precision=precision)
+        if batch_shape is not None:
+            at = np.array(positions, np.int64).reshape(-1, 2)
+            self._place(np.ascontiguousarray(at[:, 0]), np.ascontiguousarray(at[:, 1]), batch_shape)
+
     def __repr__(self) -> str:
         return (
             f"PackedLayout({len(self.lengths)} sequences, {self.num_tokens} tokens, total={self.total}, "

@@ -1,5 +1,7 @@
 """The packed segment layout through Python: round trips of NumPy arrays and torch tensors, gradients, active spans."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,20 @@ def test_packed_rows_as_one_micro_batch():
     assert PackedLayout.from_packed_rows([[3], [1]], 8, cp=2).positions == ((0, 0), (1, 0))
     with pytest.raises(ValueError, match="inside"):
         PackedLayout.from_packed_rows([[7, 5]], 11)
+
+
+def test_layouts_travel_between_processes():
+    plain = PackedLayout([7, 5], tp=2, cp=2, precision="fp8")
+    batch = PackedLayout.from_attention_mask([[0, 1, 1], [1, 0, 0], [0, 0, 0]], cp=2)
+    for layout in (plain, batch, PackedLayout([])):
+        copy = pickle.loads(pickle.dumps(layout))
+        assert copy == layout and hash(copy) == hash(layout) and copy.cu_seqlens_padded == layout.cu_seqlens_padded
+    assert (copy := pickle.loads(pickle.dumps(batch))).to_batch(np.arange(copy.total), -1).tolist() == [
+        [-1, 0],
+        [-1, -1],
+        [-1, -1],
+    ]
+    assert plain != PackedLayout([7, 5], tp=2, cp=2) and plain != 3
 
 
 def test_torch_keeps_dtype_and_carries_gradients():
