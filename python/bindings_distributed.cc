@@ -1,9 +1,8 @@
-// What lmhead.distributed needs from the library: the header of a checked call, shards, and packed index maps.
+// What lmhead.distributed needs from the library: the header of a checked call, and shards.
 #include "bindings.h"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <string>
@@ -11,7 +10,6 @@
 
 #include "core/dispatch.h"
 #include "dist/header.h"
-#include "dist/packed_rows.h"
 #include "lmhead/parallel.h"
 
 namespace lmhead::python {
@@ -41,8 +39,6 @@ void check_headers(const CallHeader& mine, Address all, std::size_t ranks, bool 
   raise_if_error(header_verdict(headers, mine.local, shards));
 }
 
-nb::bytes int64_bytes(const std::vector<std::int64_t>& values) { return nb::bytes(values.data(), values.size() * 8); }
-
 }  // namespace
 
 void bind_distributed(nb::module_& m) {
@@ -55,14 +51,6 @@ void bind_distributed(nb::module_& m) {
   m.def("vocab_shard", [](std::int64_t vocab_size, int rank, int ranks) {
     const VocabShard shard = vocab_shard(vocab_size, rank, ranks);
     return std::pair(shard.start, shard.size);
-  });
-  // int64 arrays as bytes: (source, target) of each local row, and where each source row lies after the gather.
-  m.def("packed_rows", [](const std::vector<std::int64_t>& cu_seqlens, std::int64_t tp, std::int64_t cp,
-                          const std::string& precision, std::int64_t cp_rank) {
-    const Precision resolved = value_or_raise(precision_from_name(precision));
-    const PackedLayout layout = value_or_raise(PackedLayout::from_cu_seqlens(cu_seqlens, {tp, cp, resolved}));
-    const PackedRows rows = value_or_raise(packed_rows(layout, cp_rank));
-    return nb::make_tuple(int64_bytes(rows.source), int64_bytes(rows.target), int64_bytes(rows.gathered));
   });
 }
 

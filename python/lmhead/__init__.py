@@ -39,6 +39,7 @@ __all__ = [
     "last_backend",
     "linear_logprobs",
     "pack",
+    "packed_logprobs",
     "packing_lower_bound",
     "packing_metrics",
     "sequence_alignment",
@@ -57,6 +58,7 @@ _LAZY = {
     **dict.fromkeys(("PackedLayout", "active_spans", "check_active_spans"), "layout"),
     **dict.fromkeys(("sequence_alignment", "total_alignment", "unpacked_alignment"), "layout"),
     **dict.fromkeys(("PackingMetrics", "pack", "packing_lower_bound", "packing_metrics"), "packing"),
+    "packed_logprobs": "packed",
     "selected_logprobs": "selected",
     "support_logprobs": "support",
 }

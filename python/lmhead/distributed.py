@@ -98,33 +98,61 @@ def _exchange(header: Any, group: dist.ProcessGroup, device: torch.device, shard
     header.check(everyone.data_ptr(), group.size(), shards)
 
 
-def settle(call: Any, name: str, group: Any, *, extra: int = 0, shards: bool = True) -> None:
+class _Pending(threading.local):
+    """Per thread: the groups whose other ranks wait for this call's header, and whether each holds one vocabulary."""
+
+    groups: tuple[tuple[Any, bool], ...] = ()
+    extra = 0
+
+
+_pending = _Pending()
+
+
+def _agree(header: Any, groups: tuple[tuple[Any, bool], ...], device: torch.device, error: Exception | None) -> None:
+    """Exchanges headers over each group in turn. A failure in one is passed on to the next."""
+    for group, shards in groups:
+        try:
+            _exchange(header, resolve(group), device, shards)
+        except Exception as verdict:
+            if error is None:
+                error, header = verdict, _core.CallHeader(f"{type(verdict).__name__}: {verdict}")
+    if error is not None:
+        raise error
+
+
+def settle(call: Any, name: str, group: Any, check: bool | None, *, extra: int = 0) -> None:
     """Exchanges the headers of a checked call. Raises on every rank if one of them may not go on."""
-    header = _core.CallHeader(call.problem, call.execution, name, extra)
-    _pending.group = None
-    _exchange(header, resolve(group), call.device, shards)
-
-
-# Per thread: the group whose other ranks wait for this call's header.
-_pending = threading.local()
+    groups = _pending.groups or (() if group is None else ((group, True),))
+    if not groups or not is_checked(check, call.device):
+        return
+    header = _core.CallHeader(call.problem, call.execution, name, extra + _pending.extra)
+    _pending.groups = ()
+    _agree(header, groups, call.device, None)
+    call.execution.set_check(False)  # values are checked
 
 
 @contextlib.contextmanager
-def reporting(group: Any, check: bool | None, device: torch.device) -> Iterator[None]:
-    """Around a call on `group`: when it raises before settle(), the other ranks are told instead of left waiting."""
-    if group is None or getattr(_pending, "group", None) is not None or not is_checked(check, device):
+def reporting(
+    group: Any, check: bool | None, device: torch.device, *, context: Any = None, extra: int = 0
+) -> Iterator[None]:
+    """Around a call on `group`: when it raises before settle(), the other ranks are told instead of left waiting.
+
+    `context`: a group that runs the same call on other rows; it agrees after `group` does. `extra`: a number that must
+    be the same on all ranks.
+    """
+    groups = tuple((g, g is group) for g in (group, context) if g is not None)
+    if not groups or _pending.groups or not is_checked(check, device):
         yield
         return
-    _pending.group = group
+    _pending.groups, _pending.extra = groups, extra
     try:
         yield
     except Exception as error:
-        if _pending.group is not None:
-            with contextlib.suppress(Exception):  # the first error is the one to show
-                _exchange(_core.CallHeader(f"{type(error).__name__}: {error}"), resolve(group), device, False)
+        if _pending.groups:
+            _agree(_core.CallHeader(f"{type(error).__name__}: {error}"), groups, device, error)
         raise
     finally:
-        _pending.group = None
+        _pending.groups, _pending.extra = (), 0
 
 
 def reduce_hidden_grad(part: Tensor, reduction: str, group: Any) -> Tensor:

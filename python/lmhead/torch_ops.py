@@ -182,12 +182,10 @@ def _forward(
                 states = torch.empty((ranks * n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
     with call.guard():
+        distributed.settle(call, "linear_logprobs", group, check, extra=distributed.REDUCTIONS.index(reduce_hidden_grad))
         if group is None:
             _core.forward(call.problem, outputs, call.execution)
         else:
-            if distributed.is_checked(check, call.device):
-                distributed.settle(call, "linear_logprobs", group, extra=distributed.REDUCTIONS.index(reduce_hidden_grad))
-                call.execution.set_check(False)  # done
             if rows is not hidden:
                 distributed.gather_rows("hidden", hidden, group, rows)
             state = states[rank * n : (rank + 1) * n]  # this rank's part of the message, in place
