@@ -120,10 +120,11 @@ def _agree(header: Any, groups: tuple[tuple[Any, bool], ...], device: torch.devi
         raise error
 
 
-def settle(call: Any, name: str, group: Any, check: bool | None, *, extra: int = 0) -> None:
-    """Exchanges the headers of a checked call. Raises on every rank if one of them may not go on."""
+def settle(call: Any, name: str, group: Any, *, extra: int = 0) -> None:
+    """Exchanges the headers of a checked call, over every group that waits for one. Raises on every rank if one of them
+    may not go on."""
     groups = _pending.groups or (() if group is None else ((group, True),))
-    if not groups or not is_checked(check, call.device):
+    if not groups:
         return
     header = _core.CallHeader(call.problem, call.execution, name, extra + _pending.extra)
     _pending.groups = ()

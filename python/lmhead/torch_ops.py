@@ -182,7 +182,8 @@ def _forward(
                 states = torch.empty((ranks * n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
     with call.guard():
-        distributed.settle(call, "linear_logprobs", group, check, extra=distributed.REDUCTIONS.index(reduce_hidden_grad))
+        if distributed.is_checked(check, call.device):
+            distributed.settle(call, "linear_logprobs", group, extra=distributed.REDUCTIONS.index(reduce_hidden_grad))
         if group is None:
             _core.forward(call.problem, outputs, call.execution)
         else:
