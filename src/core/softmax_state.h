@@ -71,16 +71,17 @@ struct RowResult {
 
 /// log-prob = (target - max) - log sum; entropy = log sum - ln2 weighted / sum, both terms >= 0;
 /// never lse - E[z], which loses digits with large logits and can go negative.
+/// In fp64, once a row: lse is what backward sees of the forward, so it is rounded once and no more.
 template <class T>
 LMHEAD_HD RowResult<T> finish(const SoftmaxStateT<T>& state, bool in_vocab) {
-  const T log_sum = std::log(state.sum);
-  T entropy = log_sum - kLn2<T> * (state.weighted / state.sum);
+  const double max = state.max, sum = state.sum, log_sum = std::log(sum);
+  T entropy = static_cast<T>(log_sum - kLn2<double> * (state.weighted / sum));
   if (entropy < T(0)) entropy = T(0);  // rounding only; keeps NaN
-  T logprob = (state.target - state.max) - log_sum;
+  T logprob = static_cast<T>((state.target - max) - log_sum);
   // A finite state without its target column: the id was out of range and unchecked.
   if (state.target == std::numeric_limits<T>::infinity()) logprob = std::numeric_limits<T>::quiet_NaN();
   if (!in_vocab && state.sum == state.sum) logprob = T(0);
-  return {logprob, entropy, state.max + log_sum};
+  return {logprob, entropy, static_cast<T>(max + log_sum)};
 }
 
 }  // namespace lmhead

@@ -101,18 +101,19 @@ Scores score(const TestProblem& p, const std::vector<double>& products) {
   return s;
 }
 
-std::vector<double> logit_gradients(const TestProblem& p, const Scores& s, bool lse_fp32) {
+std::vector<double> logit_gradients(const TestProblem& p, const Scores& s, bool saved_fp32) {
   const std::int64_t n = p.spec.n, v = p.valid();
   std::vector<double> dl(static_cast<std::size_t>(n * v));
   parallel_ranges(n, 30 * n * v, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const double a = p.a(i), g = p.g(i);
       if (!p.is_active(i) || (a == 0 && g == 0)) continue;
-      const double lse = lse_fp32 ? static_cast<float>(s.lse[i]) : s.lse[i], t = p.temperature(i);
+      const double lse = saved_fp32 ? static_cast<float>(s.lse[i]) : s.lse[i], t = p.temperature(i);
+      const double entropy = saved_fp32 ? static_cast<float>(s.entropy[i]) : s.entropy[i];
       for (std::int64_t j = 0; j < v; ++j) {
         const double z = s.z[i * v + j], log_p = z - lse, prob = std::exp(log_p);
         double dz = a * ((j == p.targets.id(i) ? 1.0 : 0.0) - prob);
-        if (prob > 0) dz -= g * prob * (log_p + s.entropy[i]);
+        if (prob > 0) dz -= g * prob * (log_p + entropy);
         const double saturation = p.spec.softcap ? z * t / *p.spec.softcap : 0.0;
         dl[i * v + j] = dz * (p.spec.scale / t) * (1 - saturation * saturation);
       }

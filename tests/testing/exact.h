@@ -23,9 +23,9 @@ std::vector<double> vendor_products(const TestProblem& problem, Arena& arena);
 /// Bias, scale, softcap, temperature and softmax of products, in fp64.
 Scores score(const TestProblem& problem, const std::vector<double>& products);
 
-/// dl [N, valid vocabulary] for the problem's upstream gradients. lse_fp32: with the lse rounded as a
-/// forward saves it.
-std::vector<double> logit_gradients(const TestProblem& problem, const Scores& scores, bool lse_fp32 = false);
+/// dl [N, valid vocabulary] for the problem's upstream gradients. saved_fp32: with lse and entropy rounded as
+/// a forward saves them.
+std::vector<double> logit_gradients(const TestProblem& problem, const Scores& scores, bool saved_fp32 = false);
 
 /// Gradients of the inputs as matrices of doubles; dw holds the rows of `weight_rows`.
 struct Gradients {
