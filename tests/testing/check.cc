@@ -105,13 +105,6 @@ class Checker {
            baseline);
   }
 
-  /// The exact results from logits that were rounded once to fp32.
-  Scores rounded_logits() const {
-    Scores s = exact_;
-    for (double& z : s.z) z = static_cast<float>(z);
-    return s;
-  }
-
   double promised(std::int64_t i) const {
     return 1e-6 +
            0x1p-22 * std::max({std::abs(exact_.max[i]), std::abs(exact_.target[i]), std::abs(exact_.logprob[i])});
@@ -171,10 +164,11 @@ class Checker {
                                          wide || !p_.spec.bias ? result : *p_.spec.bias));
       };
       if (p_.compute() == DType::kFloat32) {
-        // Rounding dl is no floor here: what limits fp32 inputs is the fp32 logits. Where few rows
-        // carry the error one instance of it says little, so the larger of two counts.
-        add(logit_gradients(used, vendor_, true));
-        add(logit_gradients(used, rounded_logits(), true));
+        // Rounding dl is no floor here: what limits fp32 inputs is fp32 logits and arithmetic. Where few
+        // rows carry the error one instance of it says little, so the largest of three counts.
+        for (const Arithmetic arithmetic : {Arithmetic::kSaved, Arithmetic::kFp32})
+          add(logit_gradients(used, vendor_, arithmetic));
+        add(logit_gradients(used, exact_, Arithmetic::kSaved));
       } else {
         add(dl);
       }

@@ -23,8 +23,8 @@ struct Report {
 ///     baseline = largest error over the rows of the vendor GEMM with fp32 output and an fp64 softmax;
 ///   ||dX - exact|| <= 1.25 floor ||exact||, the same for dW and db, where floor is the relative error of
 ///     exact dl rounded once to the compute type, vendor GEMMs and rounding of the result. For fp32
-///     inputs dl comes from the vendor's fp32 logits, or from exact ones rounded to fp32 if that is larger,
-///     and from lse and entropy in fp32 as the contract saves them;
+///     inputs dl comes from the vendor's fp32 logits (or exact ones rounded to fp32) and from lse and
+///     entropy in fp32 as the contract saves them, in fp64 or plain fp32 operations: the largest error;
 ///   where one column holds all the mass (one_hot, aligned, V = 1) the effect of an error of
 ///     1e-6 + 2^-22 max(...) in log p comes on top; on db one fp32 rounding a row;
 ///   single rows of dX: no more than 4 x the worst row of the floor plus that effect, so that one wrong

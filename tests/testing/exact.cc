@@ -101,22 +101,39 @@ Scores score(const TestProblem& p, const std::vector<double>& products) {
   return s;
 }
 
-std::vector<double> logit_gradients(const TestProblem& p, const Scores& s, bool saved_fp32) {
+namespace {
+
+/// One row of dl with every operation in T.
+template <class T>
+void logit_gradient_row(const TestProblem& p, std::int64_t i, const double* z, double lse, double entropy, double* dl) {
+  const T a = static_cast<T>(p.a(i)), g = static_cast<T>(p.g(i)), t = static_cast<T>(p.temperature(i));
+  const T slope = static_cast<T>(p.spec.scale) / t, cap = static_cast<T>(p.spec.softcap.value_or(1));
+  for (std::int64_t j = 0; j < p.valid(); ++j) {
+    const T log_p = static_cast<T>(z[j]) - static_cast<T>(lse), prob = std::exp(log_p);
+    T dz = a * ((j == p.targets.id(i) ? T(1) : T(0)) - prob);
+    if (prob > 0) dz -= g * prob * (log_p + static_cast<T>(entropy));
+    const T saturation = p.spec.softcap ? static_cast<T>(z[j]) * t / cap : T(0);
+    dl[j] = dz * slope * (1 - saturation * saturation);
+  }
+}
+
+}  // namespace
+
+std::vector<double> logit_gradients(const TestProblem& p, const Scores& s, Arithmetic arithmetic) {
   const std::int64_t n = p.spec.n, v = p.valid();
   std::vector<double> dl(static_cast<std::size_t>(n * v));
   parallel_ranges(n, 30 * n * v, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<double> z(static_cast<std::size_t>(v));
     for (std::int64_t i = begin; i < end; ++i) {
-      const double a = p.a(i), g = p.g(i);
-      if (!p.is_active(i) || (a == 0 && g == 0)) continue;
-      const double lse = saved_fp32 ? static_cast<float>(s.lse[i]) : s.lse[i], t = p.temperature(i);
-      const double entropy = saved_fp32 ? static_cast<float>(s.entropy[i]) : s.entropy[i];
-      for (std::int64_t j = 0; j < v; ++j) {
-        const double z = s.z[i * v + j], log_p = z - lse, prob = std::exp(log_p);
-        double dz = a * ((j == p.targets.id(i) ? 1.0 : 0.0) - prob);
-        if (prob > 0) dz -= g * prob * (log_p + entropy);
-        const double saturation = p.spec.softcap ? z * t / *p.spec.softcap : 0.0;
-        dl[i * v + j] = dz * (p.spec.scale / t) * (1 - saturation * saturation);
+      if (!p.is_active(i) || (p.a(i) == 0 && p.g(i) == 0)) continue;
+      if (arithmetic == Arithmetic::kExact) {
+        logit_gradient_row<double>(p, i, &s.z[i * v], s.lse[i], s.entropy[i], &dl[i * v]);
+        continue;
       }
+      for (std::int64_t j = 0; j < v; ++j) z[j] = static_cast<float>(s.z[i * v + j]);
+      const double lse = static_cast<float>(s.lse[i]), entropy = static_cast<float>(s.entropy[i]);
+      arithmetic == Arithmetic::kSaved ? logit_gradient_row<double>(p, i, z.data(), lse, entropy, &dl[i * v])
+                                       : logit_gradient_row<float>(p, i, z.data(), lse, entropy, &dl[i * v]);
     }
   });
   return dl;

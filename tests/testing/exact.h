@@ -23,9 +23,15 @@ std::vector<double> vendor_products(const TestProblem& problem, Arena& arena);
 /// Bias, scale, softcap, temperature and softmax of products, in fp64.
 Scores score(const TestProblem& problem, const std::vector<double>& products);
 
-/// dl [N, valid vocabulary] for the problem's upstream gradients. saved_fp32: with lse and entropy rounded as
-/// a forward saves them.
-std::vector<double> logit_gradients(const TestProblem& problem, const Scores& scores, bool saved_fp32 = false);
+/// How dl is computed from finished logits.
+enum class Arithmetic {
+  kExact,  ///< fp64
+  kSaved,  ///< fp64 from fp32 logits, and from lse and entropy in fp32 as the contract saves them
+  kFp32,   ///< the formula in plain fp32 operations, from the same
+};
+/// dl [N, valid vocabulary] for the problem's upstream gradients.
+std::vector<double> logit_gradients(const TestProblem& problem, const Scores& scores,
+                                    Arithmetic arithmetic = Arithmetic::kExact);
 
 /// Gradients of the inputs as matrices of doubles; dw holds the rows of `weight_rows`.
 struct Gradients {
