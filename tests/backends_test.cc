@@ -198,7 +198,9 @@ TEST_P(Backends, OutOfVocabularyUncheckedIsNaNInItsOwnRow) {
 TEST_P(Backends, ValidVocabPaddingMayHoldNaN) {
   for (const std::int64_t valid : {1, 2, 127, 1000, 1024, 1025, 2000, 2047})
     for (const DType dtype : {kBf16, kF32})
-      expect_exact({.n = 21, .h = 32, .v = 2048, .hidden = dtype, .weight = dtype, .bias = kF32, .valid_vocab = valid});
+      // In fp32 the gradients of two columns (dl_0 = -dl_1) are a handful of roundings, no statistic.
+      expect_exact({.n = 21, .h = 32, .v = 2048, .hidden = dtype, .weight = dtype, .bias = kF32, .valid_vocab = valid},
+                   {.backward = dtype == kBf16 || valid > 2});
   expect_exact({.n = 21, .h = 32, .v = 1025, .data = Data::kLow, .valid_vocab = 1024}, {.shards = {1024, 1}});
 }
 
