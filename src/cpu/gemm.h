@@ -1,7 +1,9 @@
 // One-thread matrix products on tiles, for the worker threads of the blocked backend.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "cpu/tile_kernels.h"
@@ -25,6 +27,9 @@ struct GemmLibrary {
 extern const GemmLibrary kOneDnnGemm;  // gemm_onednn.cc
 #endif
 extern const GemmLibrary kOwnGemm;  // gemm_own.cc
+
+/// Multiply-adds of all products of this process so far: what a mask saved can be counted, not only timed.
+std::atomic<std::int64_t>& multiply_adds();
 
 /// The fastest library for products rounded to `compute`.
 const GemmLibrary& gemm_library(DType compute);

@@ -94,6 +94,7 @@ void multiply(const GemmShape& shape, const void* a, const void* b, float* c, vo
   const auto* pa = static_cast<const std::uint16_t*>(a);
   const auto* pb = static_cast<const std::uint16_t*>(b);
   GemmShape part = shape;
+  multiply_adds().fetch_add(shape.m * shape.n * shape.k, std::memory_order_relaxed);
   for (std::int64_t p = 0; p < shape.k; p += kDepth) {
     part.k = std::min(kDepth, shape.k - p);
     part.accumulate = shape.accumulate || p > 0;

@@ -10,10 +10,18 @@ namespace lmhead {
 const GemmLibrary kOwnGemm = {
     .supports = [](DType) { return true; },
     .scratch_bytes = [](const GemmShape&) { return tile_kernels().gemm_scratch_bytes; },
-    .multiply = [](const GemmShape& shape, const void* a, const void* b, float* c, void* scratch,
-                   std::size_t) { tile_kernels().gemm(shape, a, b, c, scratch); },
+    .multiply =
+        [](const GemmShape& shape, const void* a, const void* b, float* c, void* scratch, std::size_t) {
+          multiply_adds().fetch_add(shape.m * shape.n * shape.k, std::memory_order_relaxed);
+          tile_kernels().gemm(shape, a, b, c, scratch);
+        },
     .describe = [](DType) { return std::string("own blocked loop, ") + tile_kernels().name; },
 };
+
+std::atomic<std::int64_t>& multiply_adds() {
+  static std::atomic<std::int64_t> count{0};
+  return count;
+}
 
 const GemmLibrary& gemm_library(DType compute) {
 #if LMHEAD_HAS_ONEDNN

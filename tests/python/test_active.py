@@ -1,0 +1,137 @@
+"""Active rows: the same bits where the mask is set, exact zeros elsewhere, and the gradients of the dense call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import command
+import pytest
+import torch
+
+import lmhead
+
+
+def head(rows, h=128, v=256, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, h, generator=g).to(dtype)
+    weight = (torch.randn(v, h, generator=g) * 2 / h**0.5).to(dtype)
+    return hidden, weight, torch.randint(0, v, (rows,), generator=g)
+
+
+def exact(hidden, weight, targets, a, e, out_of_vocab=False, offset=None):
+    """fp64 gradients of sum(a logprob + e entropy)."""
+    x, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logits = x @ w.T if offset is None else x @ w.T + offset.double()
+    logp = torch.log_softmax(logits, -1)
+    inside = (targets >= 0) & (targets < weight.shape[0])
+    # "zero" keeps the softmax part of an id outside the vocabulary: d/dz of -lse.
+    picked = torch.where(
+        inside, logp.gather(1, targets.clamp(0, weight.shape[0] - 1)[:, None])[:, 0], -torch.logsumexp(logits, -1)
+    )
+    (picked * a + -(logp.exp() * logp).sum(1) * e).sum().backward()
+    return x.grad, w.grad
+
+
+CASES = {
+    "skyrl 3x192, inactive 0..255 and 300..331": (576, lambda m: [m[:256].zero_(), m[300:332].zero_()]),
+    "257 rows, inactive 37..150 and from 219": (257, lambda m: [m[37:151].zero_(), m[219:].zero_()]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_of_vocab", [False, True], ids=["inside", "out_of_vocab"])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64], ids=str)
+def test_masked_equals_dense(case, dtype, out_of_vocab, mask_dtype):
+    rows, clear = CASES[case]
+    hidden, weight, targets = head(rows, dtype=dtype)
+    mask = torch.ones(rows, dtype=torch.bool)
+    clear(mask)
+    if out_of_vocab:
+        targets[5::17] += weight.shape[0]
+    g = torch.Generator().manual_seed(1)
+    a, e = torch.randn(2, rows, generator=g)
+    options = dict(return_entropy=True, entropy_requires_grad=True, out_of_vocab="zero")
+    dense, dense_entropy = lmhead.linear_logprobs(hidden, weight, targets, **options)
+    # What inactive rows hold must not matter.
+    x = hidden.masked_fill(~mask[:, None], torch.nan).requires_grad_()
+    w = weight.clone().requires_grad_()
+    y = targets.masked_fill(~mask, -7)
+    logprob, entropy = lmhead.linear_logprobs(x, w, y, active=mask.to(mask_dtype), **options)
+    assert torch.equal(logprob, torch.where(mask, dense, 0.0))
+    assert torch.equal(entropy, torch.where(mask, dense_entropy, 0.0))
+    (logprob * a + entropy * e).sum().backward()
+    dx, dw = exact(hidden, weight, targets, a * mask, e * mask)
+    assert x.grad[~mask].abs().sum() == 0
+    for got, want in ((x.grad, dx), (w.grad, dw)):
+        error = (got.double() - want).norm() / want.norm()
+        assert error <= (4e-3 if dtype == torch.bfloat16 else 2e-6), error
+
+
+def test_half_masked_with_logits_near_minus_120():
+    hidden, weight, targets = head(64)
+    bias = torch.full((weight.shape[0],), -120.0)
+    mask = torch.arange(64) % 2 == 0
+    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logprob, entropy = lmhead.linear_logprobs(
+        x, w, targets, bias=bias, active=mask, return_entropy=True, entropy_requires_grad=True
+    )
+    (logprob + entropy).sum().backward()
+    dx, dw = exact(hidden, weight, targets, mask.double(), mask.double(), offset=bias)
+    want = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprob[mask].double(), want[mask], rtol=1e-5, atol=4e-5)
+    for got, reference in ((x.grad, dx), (w.grad, dw)):
+        assert (got.double() - reference).norm() <= 1e-4 * reference.norm()
+
+
+def test_nothing_active():
+    hidden, weight, targets = head(9)
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    logprob, entropy = lmhead.linear_logprobs(
+        x, w, targets, active=torch.zeros(9, dtype=torch.int32), return_entropy=True, entropy_requires_grad=True
+    )
+    (logprob + entropy).sum().backward()
+    assert all(t.abs().sum() == 0 for t in (logprob, entropy, x.grad, w.grad))
+
+
+def test_bad_masks_are_errors():
+    hidden, weight, targets = head(9)
+    for dtype in (torch.float32, torch.complex64):
+        with pytest.raises(TypeError, match="active: expected"):
+            lmhead.linear_logprobs(hidden, weight, targets, active=torch.ones(9).to(dtype))
+    with pytest.raises(ValueError, match=r"active: expected \[9\]"):
+        lmhead.linear_logprobs(hidden, weight, targets, active=torch.ones(8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="active: expected a tensor on cpu like hidden, got meta"):
+        lmhead.linear_logprobs(hidden, weight, targets, active=torch.ones(9, dtype=torch.bool, device="meta"))
+
+
+def test_policy_step_on_a_real_model_with_half_of_the_advantages_zero(tmp_path):
+    """SmolLM2's own hidden states and head. Work is counted in tests/active_test.cc."""
+    pytest.importorskip("gguf")
+    from safetensors.torch import load_file
+
+    examples = command.ROOT / "examples"
+    make = [sys.executable, examples / "make_batch.py", "--out", tmp_path, examples / "texts" / "soup.txt"]
+    subprocess.run([*map(str, make)], check=True, timeout=600, stderr=subprocess.DEVNULL)
+    hidden = load_file(tmp_path / "batch.safetensors")["hidden"]
+    ids = load_file(tmp_path / "batch.safetensors")["input_ids"].long()
+    (weight,) = load_file(next((tmp_path / "model").glob("*.safetensors"))).values()
+    hidden, targets = hidden[:128], ids[1:129]
+    advantages = torch.randn(128, generator=torch.Generator().manual_seed(0))
+    advantages[torch.arange(128) // 8 % 2 == 0] = 0.0  # whole groups agree
+    gradients = []
+    for active in (None, advantages != 0):
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprob, entropy = lmhead.linear_logprobs(
+            x, w, targets, active=active, return_entropy=True, entropy_requires_grad=True
+        )
+        ratio = torch.exp(logprob - logprob.detach())
+        loss = -(ratio * advantages).mean() - 0.01 * (entropy * (advantages != 0)).mean()
+        loss.backward()
+        gradients.append((x.grad, w.grad))
+    dx, dw = exact(hidden, weight, targets, -advantages / 128, -0.01 * (advantages != 0) / 128)
+    for got in gradients:
+        for g, want in zip(got, (dx, dw)):
+            assert (g.double() - want).norm() <= 4e-3 * want.norm()  # bf16 dl and gradient, each rounded once
+        assert got[0][advantages == 0].abs().sum() == 0
