@@ -35,13 +35,12 @@ def find_gguf() -> pathlib.Path:
 
 def token_strings(tokenizer, ids: list[int]) -> list[str]:
     """The text that each id adds. A character split over several ids goes to the last of them."""
-    strings, done = [], ""
+    strings = []
     for end in range(1, len(ids) + 1):
         # Only the last few ids can change how a split character reads; decoding all would be quadratic.
         start = max(0, end - 8)
         before, after = tokenizer.decode(ids[start : end - 1]), tokenizer.decode(ids[start:end])
         strings.append("" if after.endswith("\ufffd") else after[len(before.rstrip("\ufffd")) :])
-        done += strings[-1]
     return strings
 
 
