@@ -200,7 +200,8 @@ TEST_P(Cuda, GraphReplayEqualsTheCall) {
     EXPECT_TRUE(call.results() == expected) << "replay " << replay;
   }
   // The graph reads its inputs where they are: other bits there give other results.
-  require(cudaMemset(const_cast<void*>(call.problem().hidden.data), 0x3c, 64));
+  const ConstMatrix& hidden = call.problem().hidden;
+  require(cudaMemset(const_cast<void*>(hidden.data), 0x3c, static_cast<std::size_t>(hidden.rows * hidden.cols) * 2));
   require(cudaDeviceSynchronize());
   require(cudaGraphLaunch(executable, stream.handle));
   const std::vector<std::byte> replayed = call.results();

@@ -1,5 +1,7 @@
 #include "cuda/portable_kernels.h"
 
+#include <type_traits>
+
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 
@@ -12,15 +14,17 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kPerLane = static_cast<int>(kSegmentColumns) / kWarp;
 
 /// softcap * tanh(r / softcap), and tanh itself, which the backward needs. r = scale * (product + bias).
+template <class Real>
 struct Capped {
-  float value, tanh;
+  Real value, tanh;
 };
-__device__ __forceinline__ Capped cap_logit(const LogitTile& tile, float product, std::int64_t column) {
-  if (tile.bias.data != nullptr) product += load_float(tile.bias, column);
-  const float raw = tile.scale * product;
-  if (tile.softcap == 0.0f) return {raw, 0.0f};
-  const float t = tanhf(raw / tile.softcap);
-  return {tile.softcap * t, t};
+template <class Real>
+__device__ __forceinline__ Capped<Real> cap_logit(const LogitTile& tile, Real product, std::int64_t column) {
+  if (tile.bias.data != nullptr) product += Real(load_float(tile.bias, column));
+  const Real raw = Real(tile.scale) * product;
+  if (tile.softcap == 0.0f) return {raw, Real(0)};
+  const Real t = std::tanh(raw / Real(tile.softcap));
+  return {Real(tile.softcap) * t, t};
 }
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -66,7 +70,7 @@ __device__ SoftmaxState warp_state(const LogitTile& tile, const float* row, std:
   for (int k = 0; k < kPerLane; ++k) {
     const int column = column_of(k);
     if (column < columns) {
-      z[k] = cap_logit(tile, z[k], begin + column).value * terms.inverse_temperature;
+      z[k] = cap_logit<float>(tile, z[k], begin + column).value * terms.inverse_temperature;
       if (begin + column == terms.target) target = z[k];
     } else {
       z[k] = -INFINITY;
@@ -86,7 +90,7 @@ __device__ SoftmaxState warp_state(const LogitTile& tile, const float* row, std:
   return {max, warp_sum(sum), warp_sum(weighted), warp_min(target)};
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     segment_states_kernel(LogitTile tile, SegmentGrid grid, std::int64_t vocab_start, const RowTerms* terms,
                           SoftmaxState* partial) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -107,16 +111,20 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// dl for one element, see lmhead.h. p log p -> 0 at p = 0: a -inf logit would give 0 * -inf.
-template <bool kEntropy>
-__device__ __forceinline__ float logit_gradient(const LogitTile& tile, float product, std::int64_t column,
-                                                const RowTerms& row) {
-  const Capped capped = cap_logit(tile, product, column);
-  const float log_p = capped.value * row.inverse_temperature - row.lse;
-  const float p = exp2f(log_p * kLog2E<float>);
+/// An fp32 dl is computed in fp64 and so rounded once: an exp that errs by a few units errs the same way for
+/// all columns of a flat row. Beside an fp32 product that costs nothing. 16-bit rounding hides it.
+template <class T, bool kEntropy>
+__device__ __forceinline__ T logit_gradient(const LogitTile& tile, float product, std::int64_t column,
+                                            const RowTerms& row) {
+  using Real = std::conditional_t<std::is_same_v<T, float>, double, float>;
+  const Capped<Real> capped = cap_logit<Real>(tile, product, column);
+  const Real a = row.a, log_p = capped.value * Real(row.inverse_temperature) - Real(row.lse);
+  const Real p = std::exp2(log_p * kLog2E<Real>);
   // 1 - p by expm1: at p -> 1 the difference of two rounded numbers would keep no digit.
-  float dz = column == row.target ? -row.a * expm1f(log_p) : -row.a * p;
-  if constexpr (kEntropy) dz -= p == 0.0f ? 0.0f : row.g * p * (log_p + row.entropy);
-  return dz * (tile.scale * row.inverse_temperature) * (1.0f - capped.tanh * capped.tanh);
+  Real dz = column == row.target ? -a * std::expm1(log_p) : -a * p;
+  if constexpr (kEntropy) dz -= p == Real(0) ? Real(0) : Real(row.g) * p * (log_p + Real(row.entropy));
+  dz *= Real(tile.scale) * Real(row.inverse_temperature) * (Real(1) - capped.tanh * capped.tanh);
+  return from_float<T>(static_cast<float>(dz));
 }
 
 template <class T>
@@ -145,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) logit_gradients_kernel(LogitTile til
 #pragma unroll
         for (int k = 0; k < kVector; ++k)
           out.v[k] =
-              from_float<T>(j + k < columns ? logit_gradient<kEntropy>(tile, in[k], tile.begin + j + k, row) : 0.0f);
+              j + k < columns ? logit_gradient<T, kEntropy>(tile, in[k], tile.begin + j + k, row) : from_float<T>(0.0f);
       } else {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) out.v[k] = from_float<T>(0.0f);
