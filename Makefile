@@ -21,12 +21,16 @@ export CMAKE_CXX_COMPILER_LAUNCHER := $(CCACHE)
 export CMAKE_CUDA_COMPILER_LAUNCHER := $(CCACHE)
 endif
 
-.PHONY: help build run test all-tests check deps-build deps-test venv configure package clean
+# SUITE=tests|sanitize|bench|all. Builds anywhere, runs where there is a GPU; parts of under ten minutes each.
+SUITE ?= all
+
+.PHONY: help build run test all-tests gpu check deps-build deps-test venv configure package clean
 
 help:
 	@echo 'make run     install what is missing, build, score a real language model on real text: out/report.html'
 	@echo 'make build   $(LMHEAD), and the Python package in $(VENV)'
 	@echo 'make test    build and run every test, sanitizers and style checks included'
+	@echo 'make gpu     build and run the GPU tests, compute-sanitizer and benchmark (SUITE=tests|sanitize|bench)'
 	@echo 'make check   style checks alone: clang-format, includes'
 	@echo 'make clean   remove build/ and out/'
 	@echo 'VENV=DIR uses that Python environment, JOBS=N compiles with N jobs'
@@ -109,6 +113,9 @@ all-tests:
 		$(PYTHON) -m pytest -q -rs tests/python | tee build/pytest.log
 	@{ echo "pytest:"; tail -n 1 build/pytest.log; } >> build/summary
 	@echo "== summary" && cat build/summary
+
+gpu:
+	@BUILD_DIR=build/gpu JOBS=$(JOBS) scripts/gpu.sh $(SUITE)
 
 clean:
 	rm -rf build out
