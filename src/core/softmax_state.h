@@ -78,6 +78,7 @@ LMHEAD_HD RowResult<T> finish(const SoftmaxStateT<T>& state, bool in_vocab) {
   T entropy = static_cast<T>(log_sum - kLn2<double> * (state.weighted / sum));
   if (entropy < T(0)) entropy = T(0);  // rounding only; keeps NaN
   T logprob = static_cast<T>((state.target - max) - log_sum);
+  if (logprob > T(0)) logprob = T(0);  // likewise
   // A finite state without its target column: the id was out of range and unchecked.
   if (state.target == std::numeric_limits<T>::infinity()) logprob = std::numeric_limits<T>::quiet_NaN();
   if (!in_vocab && state.sum == state.sum) logprob = T(0);

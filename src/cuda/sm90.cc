@@ -18,8 +18,8 @@
 namespace lmhead::cuda::sm90 {
 namespace {
 
-/// Rows whose bookkeeping (terms, list) is held at a time by a forward.
-constexpr std::int64_t kForwardRange = std::int64_t{1} << 18;
+/// Rows whose bookkeeping (terms, list) is held at a time: 10 MiB.
+constexpr std::int64_t kRange = std::int64_t{1} << 18;
 /// The forward's whole workspace stays below this, whatever the budget.
 constexpr std::size_t kForwardBytes = std::size_t{128} << 20;
 constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 2 * kTileColumns;
@@ -139,6 +139,7 @@ struct ForwardLayout {
   std::int64_t whole_rows, gathered_rows;  ///< rows of a chunk read in place, and of one gathered first
   Common common;
   std::int64_t *whole_counts, *gathered_counts;
+  int* tickets;      ///< of the whole chunks, then of the gathered ones
   std::byte* chunk;  ///< states of one chunk, then its gathered rows
   std::size_t bytes;
 
@@ -147,14 +148,15 @@ struct ForwardLayout {
 
   static Result<ForwardLayout> make(const ResolvedProblem& r, const Execution& e, void* base) {
     Workspace w(base);
-    const std::int64_t range = std::min(r.n, kForwardRange), start = r.given.vocab_start;
+    const std::int64_t range = std::min(r.n, kRange), start = r.given.vocab_start;
     const SegmentGrid grid = SegmentGrid::of(r.order(), start, start + r.v_valid);
-    ForwardLayout l{range, grid, 0, 0, Common(w, r, range), nullptr, nullptr, nullptr, 0};
+    ForwardLayout l{range, grid, 0, 0, Common(w, r, range), nullptr, nullptr, nullptr, nullptr, 0};
     const std::int64_t row_states = grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
     // A chunk is at least one tile: no more counts than that are needed.
     const std::int64_t most_chunks = ceil_div(range, kTileRows);
     l.whole_counts = w.take<std::int64_t>(most_chunks);
     l.gathered_counts = w.take<std::int64_t>(most_chunks);
+    l.tickets = w.take<int>(2 * most_chunks);
     const std::size_t budget = std::min(budget_of(e), kForwardBytes), fixed = w.used() + kWorkspaceAlignment;
     const std::size_t room = budget > fixed ? budget - fixed : 0;
     l.whole_rows = forward_chunk_rows(range, std::max<std::int64_t>(row_states, 1), room);
@@ -172,11 +174,19 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
                      const RowOutputs& outputs, const Execution& e) {
   const cudaStream_t stream = stream_of(e);
   const RowInputs inputs = row_inputs(r, begin, n);
-  LMHEAD_RETURN_IF_ERROR(l.common.prepare_rows(
-      inputs, n, false,
-      {l.whole_counts, l.wholes(), l.whole_rows, l.gathered_counts, l.gathereds(), l.gathered_rows, l.common.compacted},
-      stream));
-  clear_inactive(inputs, n, outputs, stream);
+  // Inactive rows of a single tile cost nothing, and listing them would: launches, at small N most of the time.
+  const bool listed = n > kTileRows;
+  if (listed) {
+    LMHEAD_RETURN_IF_ERROR(
+        l.common.prepare_rows(inputs, n, false,
+                              {l.whole_counts, l.wholes(), l.whole_rows, l.gathered_counts, l.gathereds(),
+                               l.gathered_rows, l.common.compacted, l.tickets, l.wholes() + l.gathereds()},
+                              stream));
+    clear_inactive(inputs, n, outputs, stream);
+  } else {
+    prepare_rows(inputs, n, false, {}, l.common.terms, stream);
+    LMHEAD_RETURN_IF_ERROR(to_status(cudaMemsetAsync(l.tickets, 0, sizeof(int), stream), "cudaMemsetAsync"));
+  }
 
   ForwardWork work{};
   const bool any = l.grid.count() > 0;
@@ -190,7 +200,8 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
   work.partial = reinterpret_cast<SoftmaxState*>(l.chunk);
   const int multiprocessors = (*current_device())->multiprocessors;
 
-  const auto chunk = [&](std::int64_t first, std::int64_t rows, const std::int64_t* count) -> Status {
+  const auto chunk = [&](std::int64_t first, std::int64_t rows, const std::int64_t* count, int* ticket) -> Status {
+    work.ticket = ticket;
     work.terms = l.common.terms + first;
     work.count = count;
     work.partial_stride = rows;
@@ -199,15 +210,16 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
     if (any)
       LMHEAD_RETURN_IF_ERROR(
           launch_forward(work, r.compute, r.given.entropy != EntropyMode::kOff, multiprocessors, stream));
-    fold_segments({work.partial, rows, l.grid, nullptr, 0, true, true}, inputs, rows, {l.common.index + first, count},
-                  outputs, stream);
+    const RowList list = listed ? RowList{l.common.index + first, count} : RowList{};
+    fold_segments({work.partial, rows, l.grid, nullptr, 0, true, true}, inputs, rows, list, outputs, stream);
     return {};
   };
   for (std::int64_t first = 0, k = 0; first < n; first += l.whole_rows, ++k) {
     const std::int64_t rows = std::min(l.whole_rows, n - first);
     LMHEAD_RETURN_IF_ERROR(hidden_map(&work.hidden, r, begin + first, rows, kTileRows));
-    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, l.whole_counts + k));
+    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, listed ? l.whole_counts + k : nullptr, l.tickets + k));
   }
+  if (!listed) return last_launch("sm90 forward");
   ConstMatrix hidden = r.given.hidden;
   hidden.row_stride = stride_of(hidden);
   hidden.data = static_cast<const std::uint16_t*>(hidden.data) + begin * hidden.row_stride;
@@ -216,7 +228,7 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
     void* gathered = l.chunk + rows * l.grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
     gather_rows(hidden, l.common.index + first, l.gathered_counts + k, l.common.compacted, rows, gathered, r.h, stream);
     LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&work.hidden, gathered, r.compute, rows, r.h, r.h, kTileRows, kTileDepth));
-    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, l.gathered_counts + k));
+    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, l.gathered_counts + k, l.tickets + l.wholes() + k));
   }
   return last_launch("sm90 forward");
 }
@@ -239,10 +251,11 @@ Status run_forward(const ResolvedProblem& r, const ForwardOutputs& outputs, Soft
 // ---- backward -------------------------------------------------------------------------------------
 
 struct BackwardLayout {
+  std::int64_t range;  ///< rows per outer range
   BackwardChunk chunk;
   Common common;
   std::int64_t* counts;  ///< rows of each row chunk
-  int* tickets;          ///< one a launch of the products
+  int* tickets;          ///< two a chunk: of dlogits and of the products
   std::uint16_t* gathered;
   std::int64_t gathered_stride;
   std::uint16_t* dl;
@@ -261,10 +274,12 @@ struct BackwardLayout {
   static Result<BackwardLayout> make(const ResolvedProblem& r, const BackwardOutputs& out, const Execution& e,
                                      void* base) {
     Workspace w(base);
-    BackwardLayout l{{},      Common(w, r, r.n), nullptr, nullptr, nullptr, r.h,
-                     nullptr, nullptr,           nullptr, nullptr, nullptr, {}};
+    const std::int64_t range = std::min(r.n, kRange);
+    BackwardLayout l{
+        range,   {}, Common(w, r, range), nullptr, nullptr, nullptr, r.h, nullptr, nullptr, nullptr, nullptr,
+        nullptr, {}};
     const std::int64_t v = r.v_valid;
-    l.counts = w.take<std::int64_t>(ceil_div(r.n, kTileRows));
+    l.counts = w.take<std::int64_t>(ceil_div(range, kTileRows));
     const bool bias = !out.bias.absent();
     l.bias_sums = bias ? w.take<float>(v) : nullptr;
     const bool in_gradient = gathers_in_gradient(r, out);
@@ -275,10 +290,10 @@ struct BackwardLayout {
     const std::size_t smallest =
         static_cast<std::size_t>(kTileRows) * static_cast<std::size_t>(kTileColumns + (in_gradient ? 0 : r.h)) * 2;
     if (room < smallest) return budget_too_small(fixed + smallest, e);
-    std::int64_t most_rows = r.n;
+    std::int64_t most_rows = range;
     if (!in_gradient) {
       const auto half = static_cast<std::int64_t>(room / 2) / (r.h * 2);
-      most_rows = std::min(r.n, std::max<std::int64_t>(kTileRows, half / kTileRows * kTileRows));
+      most_rows = std::min(range, std::max<std::int64_t>(kTileRows, half / kTileRows * kTileRows));
     }
     std::size_t for_dl = room - (in_gradient ? 0 : static_cast<std::size_t>(most_rows * r.h * 2));
     // Partial sums of the bias gradient take 4 bytes for 256 rows or more of 2 bytes; tickets a few KiB.
@@ -288,7 +303,7 @@ struct BackwardLayout {
     if (l.chunk.rows == 0) return budget_too_small(fixed + smallest, e);
     if (l.chunk.rows < r.n) l.chunk.rows = l.chunk.rows / kTileRows * kTileRows;
     if (bias) l.bias_partial = w.take<float>(sum_slices(l.chunk.rows) * l.chunk.columns);
-    l.tickets = w.take<int>(l.row_chunks(r.n) * l.column_chunks(v));
+    l.tickets = w.take<int>(2 * l.row_chunks(range) * l.column_chunks(v));
     if (in_gradient) {
       l.gathered = static_cast<std::uint16_t*>(out.hidden.data);
       l.gathered_stride = out.hidden.rows > 1 ? out.hidden.row_stride : r.h;
@@ -325,51 +340,64 @@ class Backward {
   Backward(const ResolvedProblem& r, const BackwardInputs& in, const BackwardOutputs& out, const Execution& e,
            const BackwardLayout& l)
       : r_(r),
+        in_(in),
         out_(out),
         l_(l),
         stream_(stream_of(e)),
-        inputs_(row_inputs(r, 0, r.n, in)),
         multiprocessors_((*current_device())->multiprocessors),
         // Without an entropy gradient off and metric are one: no work is done for it.
         entropy_(r.given.entropy == EntropyMode::kGrad && !in.dentropy.absent()) {}
 
+  /// Ranges and chunks from the last row to the first: a row's place in the list is never behind the row itself,
+  /// so gathering a chunk into the hidden gradient cannot meet rows that are finished.
   Status run() {
-    const std::int64_t row_chunks = l_.row_chunks(r_.n), column_chunks = l_.column_chunks(r_.v_valid);
-    LMHEAD_RETURN_IF_ERROR(to_status(
-        cudaMemsetAsync(l_.tickets, 0, static_cast<std::size_t>(row_chunks * column_chunks) * sizeof(int), stream_),
-        "cudaMemsetAsync"));
     l_.common.prepare_bias(r_, stream_);
-    LMHEAD_RETURN_IF_ERROR(l_.common.prepare_rows(
-        inputs_, r_.n, true,
-        {l_.counts, static_cast<int>(row_chunks), l_.chunk.rows, nullptr, 0, 0, l_.common.compacted}, stream_));
-    LMHEAD_RETURN_IF_ERROR(prepare_outputs());
-    // From the last row chunk to the first: a row's place in the list is never behind the row itself, so
-    // gathering a chunk into the hidden gradient cannot meet rows that are finished.
-    for (std::int64_t k = row_chunks - 1; k >= 0; --k) LMHEAD_RETURN_IF_ERROR(row_chunk(k, k == row_chunks - 1));
+    if (!out_.accumulate_weight) LMHEAD_RETURN_IF_ERROR(clear_matrix(out_.weight, r_.v_valid, stream_));
+    bool first = true;
+    for (std::int64_t begin = (r_.n - 1) / l_.range * l_.range; begin >= 0; begin -= l_.range) {
+      LMHEAD_RETURN_IF_ERROR(begin_range(begin, std::min(l_.range, r_.n - begin)));
+      for (std::int64_t k = l_.row_chunks(rows_) - 1; k >= 0; --k, first = false)
+        LMHEAD_RETURN_IF_ERROR(row_chunk(k, first));
+    }
     return finish_outputs();
   }
 
  private:
-  Status prepare_outputs() {
-    if (!out_.accumulate_weight) LMHEAD_RETURN_IF_ERROR(clear_matrix(out_.weight, r_.v_valid, stream_));
-    if (out_.hidden.absent() || out_.accumulate_hidden || l_.hidden_sums != nullptr) return {};
+  Status begin_range(std::int64_t begin, std::int64_t rows) {
+    begin_ = begin;
+    rows_ = rows;
+    inputs_ = row_inputs(r_, begin, rows, in_);
+    hidden_ = out_.hidden;
+    if (!hidden_.absent()) {
+      hidden_.data = static_cast<std::byte*>(hidden_.data) +
+                     static_cast<std::size_t>(begin * hidden_.row_stride) * size_of(hidden_.dtype);
+      hidden_.rows = rows;
+    }
+    const std::int64_t row_chunks = l_.row_chunks(rows);
+    LMHEAD_RETURN_IF_ERROR(l_.common.prepare_rows(
+        inputs_, rows, true,
+        {l_.counts, static_cast<int>(row_chunks), l_.chunk.rows, nullptr, 0, 0, l_.common.compacted, l_.tickets,
+         static_cast<int>(2 * row_chunks * l_.column_chunks(r_.v_valid))},
+        stream_));
     // An fp32 gradient is written row by row through the list: the rows outside it here.
-    finish_hidden(nullptr, l_.common.index, l_.common.active, 0, 0, true, out_.hidden, stream_);
+    if (!hidden_.absent() && !out_.accumulate_hidden && l_.hidden_sums == nullptr)
+      finish_hidden(nullptr, l_.common.index, l_.common.active, 0, 0, true, hidden_, stream_);
     return {};
   }
 
   Status row_chunk(std::int64_t k, bool first) {
-    const std::int64_t begin = k * l_.chunk.rows, rows = std::min(l_.chunk.rows, r_.n - begin);
+    const std::int64_t begin = k * l_.chunk.rows, rows = std::min(l_.chunk.rows, rows_ - begin);
     std::uint16_t* gathered = l_.gathered;
-    if (BackwardLayout::gathers_in_gradient(r_, out_)) gathered += begin * l_.gathered_stride;
+    if (BackwardLayout::gathers_in_gradient(r_, out_)) gathered += (begin_ + begin) * l_.gathered_stride;
     ConstMatrix hidden = r_.given.hidden;
     hidden.row_stride = stride_of(hidden);
+    hidden.data = static_cast<const std::uint16_t*>(hidden.data) + begin_ * hidden.row_stride;
     const std::int64_t* count = l_.counts + k;
     gather_rows(hidden, l_.common.index + begin, count, l_.common.compacted, rows, gathered, l_.gathered_stride,
                 stream_);
 
     DlogitsWork dlogits{};
-    LMHEAD_RETURN_IF_ERROR(hidden_map(&dlogits.hidden, r_, begin, rows, kTileRows));
+    LMHEAD_RETURN_IF_ERROR(hidden_map(&dlogits.hidden, r_, begin_ + begin, rows, kTileRows));
     LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&dlogits.gathered, gathered, r_.compute, rows, r_.h, l_.gathered_stride,
                                              kTileRows, kTileDepth));
     LMHEAD_RETURN_IF_ERROR(weight_map(&dlogits.weight, r_, kTileColumns));
@@ -382,7 +410,7 @@ class Backward {
     dlogits.group = l2_group(ceil_div(rows, kTileRows), r_.h);
 
     GemmWork gemm{};
-    LMHEAD_RETURN_IF_ERROR(hidden_map(&gemm.hidden, r_, begin, rows, kTileDepth));
+    LMHEAD_RETURN_IF_ERROR(hidden_map(&gemm.hidden, r_, begin_ + begin, rows, kTileDepth));
     LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&gemm.gathered, gathered, r_.compute, rows, r_.h, l_.gathered_stride,
                                              kTileDepth, kTileDepth));
     LMHEAD_RETURN_IF_ERROR(weight_map(&gemm.weight, r_, kTileDepth));
@@ -403,6 +431,8 @@ class Backward {
       LMHEAD_RETURN_IF_ERROR(dl_map(&dlogits.dl, kTileDepth));
       dlogits.column = gemm.column = static_cast<int>(v);
       dlogits.columns = gemm.columns = static_cast<int>(columns);
+      dlogits.ticket = l_.tickets + 2 * (k * l_.column_chunks(r_.v_valid) + c);
+      gemm.ticket = dlogits.ticket + 1;
       LMHEAD_RETURN_IF_ERROR(launch_dlogits(dlogits, r_.compute, entropy_, multiprocessors_, stream_));
       if (!inputs_.selected.absent())
         add_selected({l_.dl, l_.chunk.columns, r_.compute, rows, v, v + columns,
@@ -414,15 +444,14 @@ class Backward {
 
       LMHEAD_RETURN_IF_ERROR(dl_map(&gemm.dl_rows, kTileRows));
       LMHEAD_RETURN_IF_ERROR(dl_map(&gemm.dl_columns, kTileDepth));
-      gemm.dx = {through_sums ? l_.hidden_sums : out_.hidden.data, through_sums ? r_.h : out_.hidden.row_stride,
+      gemm.dx = {through_sums ? l_.hidden_sums : hidden_.data, through_sums ? r_.h : hidden_.row_stride,
                  sum_store(!out_.hidden.absent(), c == 0, out_.accumulate_hidden)};
       gemm.dw = weight_output(v, first);
-      gemm.ticket = l_.tickets + k * l_.column_chunks(r_.v_valid) + c;
       if (gemm.dx.store != Store::kNone || gemm.dw.store != Store::kNone)
         LMHEAD_RETURN_IF_ERROR(launch_gemm(gemm, r_.compute, multiprocessors_, stream_));
     }
     if (through_sums)
-      finish_hidden(l_.hidden_sums, l_.common.index, l_.common.active, begin, rows, k == 0, out_.hidden, stream_);
+      finish_hidden(l_.hidden_sums, l_.common.index, l_.common.active, begin, rows, k == 0, hidden_, stream_);
     return {};
   }
 
@@ -443,12 +472,15 @@ class Backward {
   }
 
   const ResolvedProblem& r_;
+  const BackwardInputs& in_;
   const BackwardOutputs& out_;
   const BackwardLayout& l_;
   const cudaStream_t stream_;
-  const RowInputs inputs_;
   const int multiprocessors_;
   const bool entropy_;
+  std::int64_t begin_ = 0, rows_ = 0;  ///< the current range
+  RowInputs inputs_{};                 ///< of its rows
+  Matrix hidden_;                      ///< the rows of the hidden gradient
 };
 
 /// No rows or no columns: the gradients are zero.

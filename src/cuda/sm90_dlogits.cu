@@ -117,12 +117,12 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
       prefetch_map(hidden);
       prefetch_map(&w.weight);
       Cursor cursor(kProducerParity);
-      for (int i = blockIdx.x; i < items; i += gridDim.x) {
+      deal_items<T>(s, w.ticket, items, [&](int i) {
         int block, tile;
         order.decode(i, block, tile);
         load_tile<T, 0, 0>(s, cursor, hidden, &w.weight, block * kTileRows, w.column + tile * kTileColumns,
                            kTileColumns, 0, 0, k_steps);
-      }
+      });
     }
   } else {
     registers_increase<kConsumerRegisters>();
@@ -130,9 +130,10 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
     const float factor = kGeneral ? kLog2E<float> : w.head.scale * kLog2E<float>;
     const float inverse_softcap = w.head.softcap > 0.0f ? 1.0f / w.head.softcap : 0.0f;
     Cursor cursor(kConsumerParity);
+    RingCursor<kTicketSlots> tickets(kConsumerParity);
     int buffer = 0;
     float d[128];
-    for (int i = blockIdx.x; i < items; i += gridDim.x) {
+    for (int i; (i = take_item<T>(s, tickets)) < items;) {
       int block, tile;
       order.decode(i, block, tile);
       const int row0 = block * kTileRows + warpgroup * 64, row = row0 + warp * 16 + lane / 4;

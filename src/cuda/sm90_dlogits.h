@@ -15,6 +15,7 @@ struct DlogitsWork {
   const RowTerms* terms;      ///< of the chunk's rows
   const std::int64_t* count;  ///< rows of the chunk, on the device; 0: nothing is done
   const int* compacted;       ///< on the device: 1 when `gathered` holds the rows
+  int* ticket;                ///< one zeroed counter of this launch: the next tile
   int max_rows;
   int h;
   int column, columns;  ///< the chunk's first local column and its width

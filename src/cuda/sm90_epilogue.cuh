@@ -8,20 +8,28 @@ namespace lmhead::cuda::sm90 {
 
 /// Stands for -inf, so that no difference of two of them is NaN. 2^(kMasked c - anything) is 0 for every
 /// temperature above 1e-8, and kMasked c stays finite.
-inline constexpr float kMasked = -1e30f;
+/// A power of two: c kMasked is exact, so that lanes with nothing but masked columns have u = 0, not a residue
+/// of 1e22.
+inline constexpr float kMasked = -0x1p100f;
 
-/// softcap tanh(r / softcap) with an absolute error below 3e-7 softcap.
-__device__ __forceinline__ float soft_cap(float r, float softcap, float two_log2e_over_softcap) {
+/// softcap tanh(r / softcap) to 3e-7 relative: a polynomial below 0.55, where 1 - 2 / (1 + e^2y) would cancel.
+__device__ __forceinline__ float soft_cap(float r, float softcap, float inverse_softcap) {
+  const float y = r * inverse_softcap, square = y * y;
+  float q = fmaf(-0.006548402f, square, 0.021276452f);
+  q = fmaf(q, square, -0.053904083f);
+  q = fmaf(q, square, 0.13333087f);
+  q = fmaf(q, square, -0.3333333f);
+  const float small = fmaf(y * square, q, y);
   float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + exp2_approx(r * two_log2e_over_softcap)));
-  return fmaf(-2.0f * softcap, inverse, softcap);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + exp2_approx(y * (2.0f * kLog2E<float>))));
+  return softcap * (fabsf(y) < 0.55f ? small : fmaf(-2.0f, inverse, 1.0f));
 }
 
 /// d = softcap tanh(scale (d + bias) / softcap) for the tile of kColumns columns from column v.
 template <int kColumns>
 __device__ __forceinline__ void apply_head(float (&d)[128], const Head& head, int v) {
   const int column = v + 2 * (threadIdx.x % 4);
-  const float cap_factor = head.softcap > 0.0f ? 2.0f * kLog2E<float> / head.softcap : 0.0f;
+  const float inverse_softcap = head.softcap > 0.0f ? 1.0f / head.softcap : 0.0f;
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     float bias[2] = {0.0f, 0.0f};
@@ -32,7 +40,7 @@ __device__ __forceinline__ void apply_head(float (&d)[128], const Head& head, in
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float r = head.scale * (d[4 * j + e] + bias[e % 2]);
-      if (head.softcap > 0.0f) r = soft_cap(r, head.softcap, cap_factor);
+      if (head.softcap > 0.0f) r = soft_cap(r, head.softcap, inverse_softcap);
       d[4 * j + e] = max_nan(r, kMasked);
     }
   }

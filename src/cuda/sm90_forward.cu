@@ -13,7 +13,7 @@ namespace {
 /// (times scale for a plain head), so u = c (x - max) is in log2 units.
 struct Running {
   float max = kMasked, sum = 0.0f, weighted = 0.0f;
-  float target = INFINITY;  ///< c x at the target
+  float target = INFINITY;  ///< x at the target
 };
 
 struct Span {
@@ -26,15 +26,15 @@ __device__ __forceinline__ Span segment_span(const Segments& s, int i) {
   return {max(origin, s.begin) - s.vocab_start, min(limit, s.end) - s.vocab_start};
 }
 
-/// Folds kColumns logits of row half R of the thread into `row`. `limit`: valid columns of the tile.
-template <int kColumns, bool kEntropy, int R>
-__device__ __forceinline__ void fold_tile(float (&d)[128], int limit, int target, float c, Running& row) {
+/// Keeps the target's logit and masks the columns from `limit` on, for row half R of the thread.
+template <int kColumns, int R>
+__device__ __forceinline__ void pick_target(float (&d)[128], int limit, int target, Running& row) {
   const int lane_column = 2 * (threadIdx.x % 4);
   if (static_cast<unsigned>(target) < static_cast<unsigned>(limit) && (target & 6) == lane_column) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float even = d[4 * j + 2 * R], odd = d[4 * j + 2 * R + 1];  // values: selecting an element would spill d
-      if (target / 8 == j) row.target = c * (target % 2 != 0 ? odd : even);
+      if (target / 8 == j) row.target = target % 2 != 0 ? odd : even;
     }
   }
   if (limit < kColumns) {
@@ -44,33 +44,52 @@ __device__ __forceinline__ void fold_tile(float (&d)[128], int limit, int target
       if (8 * j + lane_column + 1 >= limit) d[4 * j + 2 * R + 1] = kMasked;
     }
   }
-  float m[4] = {row.max, kMasked, kMasked, kMasked};
+}
+
+/// Folds the tile into the statistics of the thread's two rows, side by side for the sake of independent
+/// instructions: one row after the other costs 2 % at H = 640. Sums and products are intrinsics: left to itself
+/// the compiler contracts the two rows differently, and a row's bits would depend on its place in the tile. `limit`:
+/// valid columns of the tile, whose first one is column v.
+template <int kColumns, bool kEntropy>
+__device__ __forceinline__ void fold_tile(float (&d)[128], int limit, int v, const int (&target)[2],
+                                          const float (&c)[2], Running (&row)[2]) {
+  pick_target<kColumns, 0>(d, limit, target[0] - v, row[0]);
+  pick_target<kColumns, 1>(d, limit, target[1] - v, row[1]);
+  // Index e: row e / 2, even or odd columns.
+  float max[4] = {row[0].max, kMasked, row[1].max, kMasked}, sum[4], weighted[4], reference[2];
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; j += 2) {
-    m[0] = fmaxf(m[0], d[4 * j + 2 * R]);
-    m[1] = fmaxf(m[1], d[4 * j + 2 * R + 1]);
-    m[2] = fmaxf(m[2], d[4 * j + 4 + 2 * R]);
-    m[3] = fmaxf(m[3], d[4 * j + 5 + 2 * R]);
-  }
-  const float max = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
-  const float reference = max * c, moved = fmaf(row.max, c, -reference);
-  const float factor = exp2_approx(moved);
-  float sum0 = row.sum * factor, sum1 = 0.0f;
-  float weighted0 = factor == 0.0f ? 0.0f : fmaf(row.sum, moved, row.weighted) * factor, weighted1 = 0.0f;
+  for (int i = 0; i < kColumns / 2; ++i) max[i % 4] = fmaxf(max[i % 4], d[i]);
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const float u0 = fmaf(d[4 * j + 2 * R], c, -reference), u1 = fmaf(d[4 * j + 2 * R + 1], c, -reference);
-    const float p0 = exp2_approx(u0), p1 = exp2_approx(u1);
-    sum0 += p0;
-    sum1 += p1;
-    if constexpr (kEntropy) {
-      weighted0 = fmaf(p0, u0, weighted0);
-      weighted1 = fmaf(p1, u1, weighted1);
-    }
+  for (int r = 0; r < 2; ++r) {
+    const float top = fmaxf(max[2 * r], max[2 * r + 1]);
+    reference[r] = __fmul_rn(top, c[r]);
+    const float moved = __fmul_rn(row[r].max, c[r]) - reference[r], factor = exp2_approx(moved);
+    sum[2 * r] = __fmul_rn(row[r].sum, factor);
+    weighted[2 * r] = factor == 0.0f ? 0.0f : __fmul_rn(fmaf(row[r].sum, moved, row[r].weighted), factor);
+    sum[2 * r + 1] = weighted[2 * r + 1] = 0.0f;
+    row[r].max = top;
   }
-  row.max = max;
-  row.sum = sum0 + sum1;
-  if constexpr (kEntropy) row.weighted = weighted0 + weighted1;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const float u = fmaf(d[i], c[i % 4 / 2], -reference[i % 4 / 2]), p = exp2_approx(u);
+    sum[i % 4] = __fadd_rn(sum[i % 4], p);
+    if constexpr (kEntropy) weighted[i % 4] = fmaf(p, u, weighted[i % 4]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row[r].sum = __fadd_rn(sum[2 * r], sum[2 * r + 1]);
+    if constexpr (kEntropy) row[r].weighted = __fadd_rn(weighted[2 * r], weighted[2 * r + 1]);
+  }
+}
+
+/// c = factor / T. The barrier keeps the products, and with them the wait for the loads of 1 / T, below the
+/// tile's main loop.
+__device__ __forceinline__ void factors(float factor, float (&inverse_temperature)[2], float (&c)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    asm volatile("" : "+f"(inverse_temperature[r]));
+    c[r] = factor * inverse_temperature[r];
+  }
 }
 
 /// The four lanes of a quad hold different columns of the same row.
@@ -81,35 +100,36 @@ __device__ __forceinline__ void merge_quad(float c, Running& row) {
     const float max = __shfl_xor_sync(~0u, row.max, lanes), sum = __shfl_xor_sync(~0u, row.sum, lanes);
     const float weighted = kEntropy ? __shfl_xor_sync(~0u, row.weighted, lanes) : 0.0f;
     row.target = fminf(row.target, __shfl_xor_sync(~0u, row.target, lanes));
-    const float top = fmaxf(row.max, max);
-    const float d0 = (row.max - top) * c, d1 = (max - top) * c;
+    const float top = fmaxf(row.max, max), reference = __fmul_rn(top, c);
+    const float d0 = __fmul_rn(row.max, c) - reference, d1 = __fmul_rn(max, c) - reference;
     const float e0 = exp2_approx(d0), e1 = exp2_approx(d1);
     if constexpr (kEntropy) {
-      row.weighted = (e0 == 0.0f ? 0.0f : fmaf(row.sum, d0, row.weighted) * e0) +
-                     (e1 == 0.0f ? 0.0f : fmaf(sum, d1, weighted) * e1);
+      row.weighted = __fadd_rn(e0 == 0.0f ? 0.0f : __fmul_rn(fmaf(row.sum, d0, row.weighted), e0),
+                               e1 == 0.0f ? 0.0f : __fmul_rn(fmaf(sum, d1, weighted), e1));
     }
-    row.sum = row.sum * e0 + sum * e1;
+    row.sum = __fadd_rn(__fmul_rn(row.sum, e0), __fmul_rn(sum, e1));
     row.max = top;
   }
 }
 
-/// The state in nats. Its max is the rounded product c max ln2, and the sums are moved to that point, so
-/// that rounding it costs nothing.
-__device__ __forceinline__ SoftmaxState to_state(const Running& row, float c) {
-  if (row.max <= kMasked) return {-INFINITY, 0.0f, 0.0f, row.target};  // every logit is -inf
-  constexpr float kLog2ELow = 1.925963033500116e-8f;                   // log2(e) - float(log2(e))
-  const float reference = row.max * c, max = reference * kLn2<float>;
-  const float shift = fmaf(-max, kLog2ELow, fmaf(-max, kLog2E<float>, reference));
-  const float factor = exp2f(shift);
-  return {max, row.sum * factor, factor * fmaf(shift, row.sum, row.weighted),
-          row.target == INFINITY ? INFINITY : row.target * kLn2<float>};
+/// The state in nats; z = nats x. Its sums are counted from the rounded c max: they are moved to the exact one, so
+/// that the maximum's own term is 1. The target takes the same rounding as the maximum: where it is the maximum,
+/// their difference is 0.
+__device__ __forceinline__ SoftmaxState to_state(const Running& row, float c, float nats) {
+  const float target = row.target == INFINITY  ? INFINITY
+                       : row.target <= kMasked ? -INFINITY  // a logit of -inf was clamped
+                                               : __fmul_rn(row.target, nats);
+  if (row.max <= kMasked && row.sum == row.sum) return {-INFINITY, 0.0f, 0.0f, target};  // every logit is -inf
+  const float shift = -fmaf(row.max, c, -__fmul_rn(row.max, c)), factor = exp2f(shift);
+  return {__fmul_rn(row.max, nats), __fmul_rn(row.sum, factor), __fmul_rn(factor, fmaf(shift, row.sum, row.weighted)),
+          target};
 }
 
 template <class T, bool kEntropy, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardWork w) {
   extern __shared__ std::uint8_t raw[];
   Stages<T>& s = aligned_shared<Stages<T>>(raw);
-  const int rows = static_cast<int>(*w.count);
+  const int rows = w.count != nullptr ? static_cast<int>(*w.count) : w.max_rows;
   if (rows <= 0) return;
   init_stages(s);
   const TileOrder order{(rows + kTileRows - 1) / kTileRows, w.segments.count, w.group};
@@ -122,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
       prefetch_map(&w.hidden);
       prefetch_map(&w.weight);
       Cursor cursor(kProducerParity);
-      for (int i = blockIdx.x; i < items; i += gridDim.x) {
+      deal_items(s, w.ticket, items, [&](int i) {
         int block, segment;
         order.decode(i, block, segment);
         const Span span = segment_span(w.segments, segment);
@@ -131,26 +151,27 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
           load_tile<T, 0, 0>(s, cursor, &w.hidden, narrow ? &w.weight_narrow : &w.weight, block * kTileRows, v,
                              narrow ? kNarrowColumns : kTileColumns, 0, 0, k_steps);
         }
-      }
+      });
     }
   } else {
     registers_increase<kConsumerRegisters>();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const float factor = kGeneral ? kLog2E<float> : w.head.scale * kLog2E<float>;
+    const float nats = kGeneral ? 1.0f : w.head.scale, factor = nats * kLog2E<float>;
     Cursor cursor(kConsumerParity);
+    RingCursor<kTicketSlots> tickets(kConsumerParity);
     float d[128];
-    for (int i = blockIdx.x; i < items; i += gridDim.x) {
+    for (int i; (i = take_item(s, tickets)) < items;) {
       int block, segment;
       order.decode(i, block, segment);
       const Span span = segment_span(w.segments, segment);
       const int row = block * kTileRows + warpgroup * 64 + warp * 16 + lane / 4;  // and row + 8
-      float c[2] = {1.0f, 1.0f};
+      float inverse_temperature[2] = {1.0f, 1.0f}, c[2];  // loaded here, first used after the first tile
       int target[2] = {-1, -1};
       Running running[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (row + 8 * r < rows) {
-          c[r] = factor * w.terms[row + 8 * r].inverse_temperature;
+          inverse_temperature[r] = w.terms[row + 8 * r].inverse_temperature;
           target[r] = static_cast<int>(w.terms[row + 8 * r].target);
         }
       }
@@ -158,23 +179,22 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
         const int limit = span.end - v;
         if (limit <= kNarrowColumns) {
           multiply_tile<T, kNarrowColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
+          factors(factor, inverse_temperature, c);
           if constexpr (kGeneral) apply_head<kNarrowColumns>(d, w.head, v);
-          fold_tile<kNarrowColumns, kEntropy, 0>(d, limit, target[0] - v, c[0], running[0]);
-          fold_tile<kNarrowColumns, kEntropy, 1>(d, limit, target[1] - v, c[1], running[1]);
+          fold_tile<kNarrowColumns, kEntropy>(d, limit, v, target, c, running);
         } else {
           multiply_tile<T, kTileColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
+          factors(factor, inverse_temperature, c);
           if constexpr (kGeneral) apply_head<kTileColumns>(d, w.head, v);
-          const int valid = min(limit, kTileColumns);
-          fold_tile<kTileColumns, kEntropy, 0>(d, valid, target[0] - v, c[0], running[0]);
-          fold_tile<kTileColumns, kEntropy, 1>(d, valid, target[1] - v, c[1], running[1]);
+          fold_tile<kTileColumns, kEntropy>(d, min(limit, kTileColumns), v, target, c, running);
         }
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (running[r].target <= kMasked * c[r]) running[r].target = -INFINITY;  // a logit of -inf was clamped
         merge_quad<kEntropy>(c[r], running[r]);
         if (lane % 4 == 0 && row + 8 * r < rows)
-          w.partial[segment * w.partial_stride + row + 8 * r] = to_state(running[r], c[r]);
+          w.partial[segment * w.partial_stride + row + 8 * r] =
+              to_state(running[r], c[r], nats * inverse_temperature[r]);
       }
     }
   }

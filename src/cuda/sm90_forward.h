@@ -31,9 +31,10 @@ struct ForwardWork {
   Segments segments;
   Head head;
   const RowTerms* terms;      ///< of the chunk's rows
-  const std::int64_t* count;  ///< rows of the chunk, on the device; 0: nothing is done
+  const std::int64_t* count;  ///< rows of the chunk, on the device; 0: nothing is done; nullptr: max_rows
   SoftmaxState* partial;      ///< [segment, row]
   std::int64_t partial_stride;
+  int* ticket;   ///< one zeroed counter of this launch: the next item
   int max_rows;  ///< of the chunk
   int h;
   int group;  ///< row blocks per L2 group

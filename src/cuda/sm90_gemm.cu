@@ -7,14 +7,6 @@
 namespace lmhead::cuda::sm90 {
 namespace {
 
-constexpr int kTicketSlots = 2;
-
-template <class T>
-struct Shared : Stages<T> {
-  std::uint64_t ticket_full[kTicketSlots], ticket_empty[kTicketSlots];
-  int ticket[kTicketSlots];
-};
-
 struct Plan {
   TileOrder dx, dw;
   int dx_steps, dw_steps;
@@ -103,17 +95,11 @@ __device__ __forceinline__ void write_tile(const float (&d)[128], const GemmOutp
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant__ GemmWork w) {
   extern __shared__ std::uint8_t raw[];
-  Shared<T>& s = aligned_shared<Shared<T>>(raw);
+  Stages<T>& s = aligned_shared<Stages<T>>(raw);
   const int rows = static_cast<int>(*w.count);
   const Plan plan = make_plan(w, rows);
   const int tiles = plan.count();
   if (static_cast<int>(blockIdx.x) >= tiles) return;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kTicketSlots; ++i) {
-      barrier_init(&s.ticket_full[i], 1);
-      barrier_init(&s.ticket_empty[i], kConsumerWarps);
-    }
-  }
   init_stages<T>(s);
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1;
 
@@ -122,16 +108,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
     if (threadIdx.x == 0) {
       const CUtensorMap* hidden = *w.compacted != 0 ? &w.gathered : &w.hidden;
       Cursor cursor(kProducerParity);
-      int slot = 0;
-      std::uint32_t parity = kProducerParity;
-      for (int i = blockIdx.x;;) {
-        barrier_wait(&s.ticket_empty[slot], parity);
-        s.ticket[slot] = i;
-        barrier_arrive(&s.ticket_full[slot]);
-        if (++slot == kTicketSlots) slot = 0, parity ^= 1;
-        if (i >= tiles) break;
+      deal_items(s, w.ticket, tiles, [&](int i) {
         const Tile t = decode(plan, i);
-        i = static_cast<int>(gridDim.x) + atomicAdd(w.ticket, 1);
         if (t.dw) {
           load_tile<T, 1, 1>(s, cursor, &w.dl_columns, hidden, t.row, t.column, kTileColumns, plan.dw_row, plan.dw_row,
                              plan.dw_steps);
@@ -139,21 +117,14 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
           load_tile<T, 0, 1>(s, cursor, &w.dl_rows, &w.weight, t.row, t.column, kTileColumns, 0, w.column,
                              plan.dx_steps);
         }
-      }
+      });
     }
   } else {
     registers_increase<kConsumerRegisters>();
     Cursor cursor(kConsumerParity);
-    int slot = 0;
-    std::uint32_t parity = kConsumerParity;
+    RingCursor<kTicketSlots> tickets(kConsumerParity);
     float d[128];
-    while (true) {
-      barrier_wait(&s.ticket_full[slot], parity);
-      const int i = s.ticket[slot];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(&s.ticket_empty[slot]);
-      if (++slot == kTicketSlots) slot = 0, parity ^= 1;
-      if (i >= tiles) break;
+    for (int i; (i = take_item(s, tickets)) < tiles;) {
       const Tile t = decode(plan, i);
       const int row0 = t.row + warpgroup * 64;
       if (t.dw) {
@@ -175,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
 
 template <class T>
 Status launch(const GemmWork& w, int multiprocessors, cudaStream_t stream) {
-  constexpr int kBytes = static_cast<int>(shared_bytes<Shared<T>>());
+  constexpr int kBytes = static_cast<int>(shared_bytes<Stages<T>>());
   LMHEAD_RETURN_IF_ERROR(
       to_status(cudaFuncSetAttribute(gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                 "cudaFuncSetAttribute"));

@@ -15,6 +15,7 @@ __global__ void split_count_kernel(const std::int64_t* active, std::int64_t n, C
   const std::int64_t total = *active;
   const bool compacted = c.gathereds > 0 && (total < n || c.wholes == 0);
   if (threadIdx.x == 0) *c.compacted = total < n;
+  for (int i = threadIdx.x; i < c.ticket_count; i += blockDim.x) c.tickets[i] = 0;
   for (int i = threadIdx.x; i < c.wholes; i += blockDim.x)
     c.whole[i] = compacted ? 0 : max(std::int64_t{0}, min(c.whole_rows, total - i * c.whole_rows));
   for (int i = threadIdx.x; i < c.gathereds; i += blockDim.x)

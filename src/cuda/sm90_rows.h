@@ -20,6 +20,8 @@ struct ChunkCounts {
   int gathereds;
   std::int64_t gathered_rows;
   int* compacted;
+  int* tickets;  ///< counters of the launches to come, zeroed
+  int ticket_count;
 };
 void split_count(const std::int64_t* active, std::int64_t n, const ChunkCounts& counts, cudaStream_t stream);
 

@@ -14,6 +14,7 @@ namespace lmhead::cuda::sm90 {
 inline constexpr int kStages = 4;
 inline constexpr int kThreads = 384;  // one producer and two consumer warpgroups
 inline constexpr int kConsumerWarps = 8;
+inline constexpr int kTicketSlots = 2;
 inline constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
 // 65536 registers: 128 * (40 + 2 * 232). The producer spills below 40.
 inline constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -23,6 +24,8 @@ struct alignas(1024) Stages {  // 1024: one period of the 128-byte swizzle
   T a[kStages][kTileRows * kTileDepth];
   T b[kStages][kTileColumns * kTileDepth];
   std::uint64_t full[kStages], empty[kStages];
+  std::uint64_t ticket_full[kTicketSlots], ticket_empty[kTicketSlots];
+  int ticket[kTicketSlots];
 };
 
 /// The dynamic shared memory as S, aligned as it needs; launch with shared_bytes<S>().
@@ -44,25 +47,60 @@ __device__ __forceinline__ void init_stages(Stages<T>& s) {
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], kConsumerWarps);
     }
+    for (int i = 0; i < kTicketSlots; ++i) {
+      barrier_init(&s.ticket_full[i], 1);
+      barrier_init(&s.ticket_empty[i], kConsumerWarps);
+    }
     fence_barrier_init();
   }
   __syncthreads();
 }
 
-/// Position in the ring: the stage, and the parity of its next completion.
-struct Cursor {
+/// Position in a ring: the slot, and the parity of its next completion.
+template <int kSlots>
+struct RingCursor {
   int stage = 0;
   std::uint32_t parity;
-  __device__ __forceinline__ explicit Cursor(std::uint32_t first) : parity(first) {}
+  __device__ __forceinline__ explicit RingCursor(std::uint32_t first) : parity(first) {}
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == kSlots) {
       stage = 0;
       parity ^= 1;
     }
   }
 };
+using Cursor = RingCursor<kStages>;
 // A fresh barrier counts as completed with parity 1: the producer finds all stages empty.
 inline constexpr std::uint32_t kProducerParity = 1, kConsumerParity = 0;
+
+// Work items are dealt by a counter in global memory: a block that is done early takes more, so that
+// neither ragged items nor slower multiprocessors leave a long tail. Which block computes an item changes
+// no bit of it.
+
+/// Producer thread: hands the consumers the items of this block, calling load(item) for each.
+template <class T, class Load>
+__device__ __forceinline__ void deal_items(Stages<T>& s, int* counter, int items, Load&& load) {
+  RingCursor<kTicketSlots> cursor(kProducerParity);
+  for (int item = static_cast<int>(blockIdx.x);; cursor.advance()) {
+    barrier_wait(&s.ticket_empty[cursor.stage], cursor.parity);
+    s.ticket[cursor.stage] = item;
+    barrier_arrive(&s.ticket_full[cursor.stage]);
+    if (item >= items) return;
+    const int next = static_cast<int>(gridDim.x) + atomicAdd(counter, 1);  // arrives while this item loads
+    load(item);
+    item = next;
+  }
+}
+/// Consumers: the next item.
+template <class T>
+__device__ __forceinline__ int take_item(Stages<T>& s, RingCursor<kTicketSlots>& cursor) {
+  barrier_wait(&s.ticket_full[cursor.stage], cursor.parity);
+  const int item = s.ticket[cursor.stage];
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(&s.ticket_empty[cursor.stage]);
+  cursor.advance();
+  return item;
+}
 
 /// Where one operand's boxes come from. k-major: the tensor's columns are k. mn-major (kTranspose): its
 /// rows are k, its columns m or n, so a stage takes one box of 64 columns per 64 values of m or n.
@@ -101,7 +139,8 @@ __device__ __forceinline__ void multiply_tile(Stages<T>& s, Cursor& cursor, int 
   const bool elected = threadIdx.x % 32 == 0;
   int previous = 0;
   for (int k = 0; k < k_steps; ++k) {
-    barrier_wait(&s.full[cursor.stage], cursor.parity);
+    if (elected) barrier_wait(&s.full[cursor.stage], cursor.parity);  // 32 lanes polling cost 1 %, in power
+    __syncwarp();
     wgmma_fence();
     // Both layouts keep 64 rows of A in 64 * kTileDepth elements.
     std::uint64_t a = operand_descriptor<kTransposeA, kTileDepth>(s.a[cursor.stage] + warpgroup * 64 * kTileDepth);
