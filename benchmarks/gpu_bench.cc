@@ -6,7 +6,7 @@
 //             [--workspace-mib 512] [--reps 15] [--seconds 4] [--no-check] [--commit ID] [--out FILE]
 //
 // All candidates of a case and one cuBLASLt product [N, H] x [H, V] with 16-bit output (the unit) run in
-// rotation, each between two events; medians. PATTERN: suffix, runs, scattered.
+// rotation, each between two events, a round queued at once; medians. PATTERN: suffix, runs, scattered.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,6 +20,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/half.h"
@@ -375,29 +376,37 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
           prepare(in, args, c);
           candidates.push_back(std::move(c));
         }
+  // A round is queued whole and waited for once: on a starved stream an event pair would time the host.
   std::vector<float> unit_ms;
-  cudaEvent_t begin, end;
-  require(cudaEventCreate(&begin));
-  require(cudaEventCreate(&end));
-  const auto timed = [&](const std::function<void()>& run) {
-    require(cudaEventRecord(begin));
+  std::vector<std::pair<cudaEvent_t, cudaEvent_t>> events(candidates.size() + 1);
+  for (auto& [begin, end] : events) {
+    require(cudaEventCreate(&begin));
+    require(cudaEventCreate(&end));
+  }
+  const auto queue = [&](std::size_t which, const std::function<void()>& run) {
+    require(cudaEventRecord(events[which].first));
     run();
-    require(cudaEventRecord(end));
-    require(cudaEventSynchronize(end));
-    float ms = 0;
-    require(cudaEventElapsedTime(&ms, begin, end));
-    return ms;
+    require(cudaEventRecord(events[which].second));
   };
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   for (int round = -2; round < args.reps && (round < 3 || elapsed() < args.seconds); ++round) {
-    const float ms = timed(unit);
-    if (round >= 0) unit_ms.push_back(ms);
+    unit();  // the stream is busy while the rest of the round is queued
+    queue(candidates.size(), unit);
     for (std::size_t k = 0; k < candidates.size(); ++k) {  // rotated: nobody always follows the same neighbour
-      Candidate& c = candidates[(k + static_cast<std::size_t>(round + 2)) % candidates.size()];
-      const float t = timed(c.run);
-      if (round >= 0) c.ms.push_back(t);
+      const std::size_t which = (k + static_cast<std::size_t>(round + 2)) % candidates.size();
+      queue(which, candidates[which].run);
     }
+    require(cudaDeviceSynchronize());
+    for (std::size_t k = 0; round >= 0 && k < events.size(); ++k) {
+      float ms = 0;
+      require(cudaEventElapsedTime(&ms, events[k].first, events[k].second));
+      (k < candidates.size() ? candidates[k].ms : unit_ms).push_back(ms);
+    }
+  }
+  for (auto& [begin, end] : events) {
+    require(cudaEventDestroy(begin));
+    require(cudaEventDestroy(end));
   }
   for (const Candidate& c : candidates) {
     const Errors e = args.check ? measure_errors(in, c) : Errors{};
