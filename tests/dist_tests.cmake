@@ -23,3 +23,20 @@ if(LMHEAD_HAS_MPI AND NOT LMHEAD_SANITIZE)  # OpenMPI itself does not run clean 
     FAIL_REGULAR_EXPRESSION "WRONG")
   set_tests_properties(mpi_3_ranks mpi_8_ranks mpi_silent_rank mpi_killed_rank PROPERTIES LABELS dist TIMEOUT 90)
 endif()
+
+if(LMHEAD_HAS_NCCL)
+  lmhead_test(nccl_test cuda nccl_test.cc sharded_run.cc)
+  target_link_libraries(nccl_test PRIVATE lmhead_testing CUDA::cudart_static)
+endif()
+
+if(LMHEAD_HAS_MPI AND LMHEAD_TOOLS AND NOT LMHEAD_SANITIZE)
+  find_package(CLI11 REQUIRED)
+  find_package(nlohmann_json REQUIRED)
+  find_package(fmt REQUIRED)
+  add_executable(mpi_score ${PROJECT_SOURCE_DIR}/examples/mpi_score.cc ${PROJECT_SOURCE_DIR}/tools/safetensors.cc)
+  set_target_properties(mpi_score PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR})
+  target_include_directories(mpi_score PRIVATE ${PROJECT_SOURCE_DIR}/tools ${PROJECT_SOURCE_DIR}/src)
+  target_compile_definitions(mpi_score PRIVATE OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
+  target_link_libraries(mpi_score PRIVATE lmhead lmhead_build_flags CLI11::CLI11 nlohmann_json::nlohmann_json
+    fmt::fmt MPI::MPI_CXX)
+endif()
