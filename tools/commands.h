@@ -47,5 +47,6 @@ inline void require_ok(const Status& status) {
 
 void add_score(CLI::App& app);  // score.cc
 void add_info(CLI::App& app);   // info.cc
+void add_pack(CLI::App& app);   // pack.cc
 
 }  // namespace lmhead::tools

@@ -28,6 +28,7 @@ int main(int argc, char** argv) {
 
   add_score(app);
   add_info(app);
+  add_pack(app);
 
   try {
     app.parse(argc, argv);
