@@ -26,8 +26,8 @@ struct RowGradient {
   float lse, entropy, a, g, slope;
 };
 
-/// Max relative error of the 2^x used below, for x in [-126, 128): measured over every fp32 value of an
-/// octave in tests/online_softmax_test.cc. Smaller x give 0, NaN gives NaN.
+/// Max relative error of the 2^x used below, for x in [-126, 127.5): measured over every fp32 value of an
+/// octave in tests/online_softmax_test.cc. Smaller x give 0, larger ones +inf, NaN gives NaN.
 inline constexpr double kExp2MaxRelativeError = 0x1p-23;
 /// Max relative error of the tanh used by the softcap.
 inline constexpr double kTanhMaxRelativeError = 0x1p-22;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-/// 2^u. u < -126 gives 0 and NaN gives NaN; u >= 128 gives +inf. 2^u = 2^n 2^f with n = round(u),
+/// 2^u. u < -126 gives 0 and NaN gives NaN; u > 127.5 gives +inf. 2^u = 2^n 2^f with n = round(u),
 /// |f| <= 1/2: a minimax polynomial 1 + f q(f) (2e-9), exact at integers, times 2^n built in the
 /// exponent bits by adding 1.5 * 2^23 + 127.
 LMHEAD_INLINE Vec exp2_in_range(Vec u) {  // u in [-126, 128] or NaN
@@ -30,7 +30,7 @@ LMHEAD_INLINE Vec exp2(Vec u) {
 }
 
 /// tanh x and its slope 1 - tanh^2 x, both to a relative error: an odd polynomial below 0.625, else
-/// (1 - E) / (1 + E) and 4 E / (1 + E)^2 with E = e^(-2|x|).
+/// 1 - 2 E / (1 + E) and 4 E / (1 + E)^2 with E = e^(-2|x|).
 struct TanhAndSlope {
   Vec tanh, slope;
 };
@@ -44,7 +44,7 @@ LMHEAD_INLINE TanhAndSlope tanh_and_slope(Vec x) {
   q = fma(q, square, splat(-0.3333328f));
   const Vec small = fma(q * square, x, x);
   const Vec e = exp2(magnitude * (-2 * kLog2E<float>)), inverse = 1.0f / (1.0f + e);
-  const Vec large = from_bits(bits((1.0f - e) * inverse) | sign);
+  const Vec large = from_bits(bits(fma(-2.0f * e, inverse, splat(1.0f))) | sign);
   const auto is_small = magnitude < 0.625f;
   return {is_small ? small : large, is_small ? 1.0f - small * small : 4.0f * e * inverse * inverse};
 }
@@ -99,7 +99,6 @@ SoftmaxState segment_state_of(float* logits, std::int64_t n, const float* bias, 
   // All -inf (or NaN): any finite reference keeps -inf at mass 0 and NaN a NaN.
   const Vec reference = splat(maximum == -kInfinity ? 0.0f : maximum);
 
-  Vec s[kUnroll] = {}, t[kUnroll] = {};
   const auto fold = [&](Vec z, Vec & sum, Vec & weighted) __attribute__((always_inline)) {
     const Vec u = (z - reference) * kLog2E<float>, clamped = max(splat(kExp2Min), u);
     Vec e = exp2_in_range(clamped);
@@ -110,15 +109,23 @@ SoftmaxState segment_state_of(float* logits, std::int64_t n, const float* bias, 
   const auto again = [&](std::int64_t at) __attribute__((always_inline)) {
     return kInPlace ? load(logits + at) : load(logits + at) * map.factor;
   };
-  for (j = 0; j < unrolled; j += kStep)
-    for (int k = 0; k < kUnroll; ++k) fold(again(j + k * kLanes), s[k], t[k]);
-  for (; j < whole; j += kLanes) fold(again(j), s[0], t[0]);
-  if (rest > 0) fold(last, s[1], t[1]);
+  // Short chains of additions: equal logits round every one the same way, which no average removes.
+  constexpr std::int64_t kChain = 8 * kStep;
+  Vec sum = Vec{}, weighted = Vec{};
+  for (j = 0; j < unrolled;) {
+    Vec s[kUnroll] = {}, t[kUnroll] = {};
+    for (const std::int64_t end = j + kChain < unrolled ? j + kChain : unrolled; j < end; j += kStep)
+      for (int k = 0; k < kUnroll; ++k) fold(again(j + k * kLanes), s[k], t[k]);
+    sum += (s[0] + s[1]) + (s[2] + s[3]);
+    weighted += (t[0] + t[1]) + (t[2] + t[3]);
+  }
+  for (; j < whole; j += kLanes) fold(again(j), sum, weighted);
+  if (rest > 0) fold(last, sum, weighted);
 
   SoftmaxState state;
   state.max = maximum;
-  state.sum = reduce_add((s[0] + s[1]) + (s[2] + s[3]));
-  state.weighted = reduce_add((t[0] + t[1]) + (t[2] + t[3]));
+  state.sum = reduce_add(sum);
+  state.weighted = reduce_add(weighted);
   state.target = kInfinity;
   if (target >= 0 && target < n) state.target = kInPlace ? logits[target] : logits[target] * map.factor;
   return state;
