@@ -46,6 +46,7 @@ inline void require_ok(const Status& status) {
 }
 
 void add_score(CLI::App& app);  // score.cc
+void add_bench(CLI::App& app);  // bench.cc
 void add_info(CLI::App& app);   // info.cc
 void add_pack(CLI::App& app);   // pack.cc
 

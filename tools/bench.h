@@ -1,0 +1,52 @@
+// What `lmhead bench` measures, shared by its front end and one measuring back end a device.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lmhead/lmhead.h"
+
+namespace lmhead::tools {
+
+/// One measured way to run the problem. All cases of a run take turns, and ratios are of neighbours.
+struct BenchCase {
+  std::string op;       ///< "forward" or "forward_backward"
+  EntropyMode entropy;  ///< kOff, kMetric, kGrad
+  double active;        ///< share of active rows asked for
+  std::string pattern;  ///< "dense", "suffix", "runs", "scattered"
+};
+
+struct BenchRun {
+  std::int64_t n, h, v_local, vocab_size;  ///< rows and weight rows here, after tp and cp
+  std::optional<double> softcap;
+  double logit_scale = 1.0;
+  DType dtype;
+  std::string backend;
+  int threads, reps;
+  std::size_t workspace_budget;
+  std::vector<BenchCase> cases;
+};
+
+/// Times in ms, one a turn; entry i of every case belongs to the same turn.
+struct BenchResult {
+  std::vector<std::vector<double>> case_ms;
+  std::vector<double> gemm_ms;  ///< empty where no library multiplies this type
+  std::string gemm;             ///< what ran it
+  std::vector<double> extra_mib, accumulator_mib, active;
+};
+
+/// Median of a, and of the turn-by-turn ratios a / b.
+double median(std::vector<double> values);
+double median_ratio(const std::vector<double>& a, const std::vector<double>& b);
+
+/// Rows of a mask with about `share` of n active. suffix: the last ones; scattered: uniformly drawn;
+/// runs: sequences whose first part, the prompt, is inactive, with lengths drawn from the quantiles of a
+/// real distribution (shapes/lengths.tsv, gsm8k_train).
+std::vector<std::uint8_t> make_mask(std::int64_t n, double share, const std::string& pattern);
+
+/// Wall-clock measurement of a CPU backend. extra_mib is the growth of the process's peak resident size.
+BenchResult measure_cpu(const BenchRun& run);
+
+}  // namespace lmhead::tools
