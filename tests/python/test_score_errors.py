@@ -182,7 +182,7 @@ def test_broken_model(files, fault, binary):
         (["--logit-scale", "inf"], "logit_scale: expected a finite number"),
         (["--valid-vocab", "51"], "--valid-vocab: expected in [1, 50], got 51"),
         (["--valid-vocab", "1"], "input_ids: expected ids in [0, 1)"),
-        (["--backend", "nothing"], "backend: expected auto, "),
+        (["--backend", "nothing"], "--backend: expected one of auto, cuda, "),
         (["--threads", "-1"], "--threads"),
         (["--json=xml"], "--json"),
         (["--colour"], "--colour"),
