@@ -45,9 +45,10 @@ inline void require_ok(const Status& status) {
   throw CommandError(argument ? kExitBadInput : kExitFailed, status.message());
 }
 
-void add_score(CLI::App& app);  // score.cc
-void add_bench(CLI::App& app);  // bench.cc
-void add_info(CLI::App& app);   // info.cc
-void add_pack(CLI::App& app);   // pack.cc
+void add_bench(CLI::App& app);   // bench.cc
+void add_pack(CLI::App& app);    // pack.cc
+void add_score(CLI::App& app);   // score.cc
+void add_info(CLI::App& app);    // info.cc
+void add_verify(CLI::App& app);  // verify.cc
 
 }  // namespace lmhead::tools

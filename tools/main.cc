@@ -28,6 +28,7 @@ int main(int argc, char** argv) {
 
   add_score(app);
   add_bench(app);
+  add_verify(app);
   add_info(app);
   add_pack(app);
 
