@@ -391,11 +391,10 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   for (int round = -2; round < args.reps && (round < 3 || elapsed() < args.seconds); ++round) {
-    unit();  // the stream is busy while the rest of the round is queued
-    queue(candidates.size(), unit);
-    for (std::size_t k = 0; k < candidates.size(); ++k) {  // rotated: nobody always follows the same neighbour
-      const std::size_t which = (k + static_cast<std::size_t>(round + 2)) % candidates.size();
-      queue(which, candidates[which].run);
+    unit();  // takes the higher clock after the pause, and keeps the stream busy while the round is queued
+    for (std::size_t k = 0; k < events.size(); ++k) {  // rotated, the unit too: nobody always has the same neighbour
+      const std::size_t which = (k + static_cast<std::size_t>(round + 2)) % events.size();
+      queue(which, which < candidates.size() ? candidates[which].run : unit);
     }
     require(cudaDeviceSynchronize());
     for (std::size_t k = 0; round >= 0 && k < events.size(); ++k) {

@@ -37,7 +37,8 @@ TEST_P(NonFinite, MinusInfinityLogitsHoldNoMass) {
         if (!out.ok()) continue;
         const testing::Report report = testing::check(problem, {}, out, memory());
         // All but one column: p = 1 and the gradients are 0 up to rounding; only the forward is checked.
-        EXPECT_TRUE(report.ok() || (pattern == 3 && report.failure.rfind("d", 0) == 0)) << report.failure;
+        const bool all_but_one = pattern == 3 || (pattern == 1 && v <= 1024);
+        EXPECT_TRUE(report.ok() || (all_but_one && report.failure.rfind("d", 0) == 0)) << report.failure;
         for (const auto* values : {&out.dx, &out.dw, &out.db})
           for (const double value : *values) ASSERT_TRUE(std::isfinite(value));
       }

@@ -129,7 +129,7 @@ void split_count(const std::int64_t* active, std::int64_t n, const ChunkCounts& 
 
 void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::int64_t* count, const int* compacted,
                  std::int64_t max_rows, void* to, std::int64_t to_stride, cudaStream_t stream) {
-  gather_kernel<<<static_cast<unsigned>(std::min<std::int64_t>(max_rows, 4096)), 128, 0, stream>>>(
+  gather_kernel<<<static_cast<unsigned>(std::min<std::int64_t>(max_rows, 1024)), 128, 0, stream>>>(
       static_cast<const std::uint8_t*>(from.data), from.row_stride * 2, static_cast<int>(from.cols * 2), index, count,
       compacted, max_rows, static_cast<std::uint8_t*>(to), to_stride * 2);
 }

@@ -86,9 +86,9 @@ __device__ __forceinline__ void deal_items(Stages<T>& s, int* counter, int items
     s.ticket[cursor.stage] = item;
     barrier_arrive(&s.ticket_full[cursor.stage]);
     if (item >= items) return;
-    const int next = static_cast<int>(gridDim.x) + atomicAdd(counter, 1);  // arrives while this item loads
+    const int ticket = atomicAdd(counter, 1);  // arrives while this item loads: no use of it may stand before
     load(item);
-    item = next;
+    item = static_cast<int>(gridDim.x) + ticket;
   }
 }
 /// Consumers: the next item.

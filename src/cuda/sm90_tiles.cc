@@ -54,7 +54,7 @@ double backward_steps(std::int64_t rows, std::int64_t h, std::int64_t v, std::in
 }  // namespace
 
 int l2_group(std::int64_t row_blocks, std::int64_t h) {
-  const std::int64_t most = std::clamp<std::int64_t>(kHiddenBytesInL2 / (kTileRows * h * 2), 8, 16);
+  const std::int64_t most = std::clamp<std::int64_t>(kHiddenBytesInL2 / (kTileRows * h * 2), 8, 24);
   const std::int64_t groups = ceil_div(std::max<std::int64_t>(row_blocks, 1), most);
   return static_cast<int>(ceil_div(std::max<std::int64_t>(row_blocks, 1), groups));
 }
