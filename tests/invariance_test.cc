@@ -156,6 +156,19 @@ TEST_P(Invariance, EqualShardsGiveTheBitsOfOne) {
   }
 }
 
+TEST_P(Invariance, RowStrides) {
+  if (!testing::is_batch_invariant(backend())) GTEST_SKIP() << backend().name << " promises run-to-run bits only";
+  for (Case c : cases()) {
+    const Outcome dense = run(TestProblem(c), {.backward = false});
+    for (const std::int64_t pad : {1, 8, 64}) {
+      c.pad = pad;
+      const TestProblem strided(c);
+      const Outcome out = run(strided, {.backward = false});
+      if (out.ok()) expect_same_forward(dense, out, "strided " + c.name());
+    }
+  }
+}
+
 TEST_P(Invariance, WorkspaceSize) {
   if (!testing::is_batch_invariant(backend())) GTEST_SKIP() << backend().name << " promises run-to-run bits only";
   for (const Case& c : cases()) {
