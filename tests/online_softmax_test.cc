@@ -348,17 +348,47 @@ TEST_P(TileKernelsTest, OwnGemm) {
     });
 }
 
+/// One product with scratch memory that starts as NaN.
+void multiply_with(const GemmLibrary& library, const GemmShape& s, const void* a, const void* b, float* c) {
+  const SingleThreaded single;
+  std::vector<std::byte> scratch(library.scratch_bytes(s) + 64, std::byte{0xff});
+  void* at = scratch.data();
+  std::size_t space = scratch.size();
+  std::align(64, 1, at, space);
+  library.multiply(s, a, b, c, at, space);
+}
+
 TEST(GemmLibrary, ChosenOneForBf16) {
   const GemmLibrary& library = gemm_library(DType::kBFloat16);
   SCOPED_TRACE(library.describe(DType::kBFloat16));
-  check_gemm(DType::kBFloat16, [&](const GemmShape& s, const void* a, const void* b, float* c) {
-    const SingleThreaded single;
-    std::vector<std::byte> scratch(library.scratch_bytes(s) + 64, std::byte{0xff});
-    void* at = scratch.data();
-    std::size_t space = scratch.size();
-    std::align(64, 1, at, space);
-    library.multiply(s, a, b, c, at, space);
-  });
+  check_gemm(DType::kBFloat16,
+             [&](const GemmShape& s, const void* a, const void* b, float* c) { multiply_with(library, s, a, b, c); });
+}
+
+TEST(GemmLibrary, LogitsOfARowDependOnNoOtherRow) {
+  for (const DType type : {DType::kBFloat16, DType::kFloat32})
+    for (const std::int64_t h : {7, 100, 576, 1100, 2100}) {
+      constexpr std::int64_t kRows = 130, kCols = 2048;
+      const std::vector<float> xf = normal(kRows * h, 1, 0, 11), wf = normal(kCols * h, 1, 0, 12);
+      std::vector<std::byte> x(xf.size() * size_of(type)), w(wf.size() * size_of(type));
+      tile_kernels().convert(xf.data(), DType::kFloat32, x.data(), type, std::ssize(xf));
+      tile_kernels().convert(wf.data(), DType::kFloat32, w.data(), type, std::ssize(wf));
+      for (const std::int64_t n : {1, 2, 17, 100, 128, 129, 300, 1025, 2048}) {
+        const auto logits = [&](std::int64_t first, std::int64_t m) {
+          std::vector<float> c(static_cast<std::size_t>(m * n));
+          multiply_with(invariant_gemm(type, n), {m, n, h, type, type, false, true, h, h, n, false},
+                        x.data() + static_cast<std::size_t>(first * h) * size_of(type), w.data(), c.data());
+          return c;
+        };
+        const std::vector<float> all = logits(0, kRows);
+        for (const std::int64_t m : {2, 3, 8, 16, 17, 33, 64, 127})
+          for (const std::int64_t first : {std::int64_t{0}, kRows - m}) {
+            const std::vector<float> part = logits(first, m);
+            ASSERT_EQ(std::memcmp(part.data(), all.data() + first * n, part.size() * sizeof(float)), 0)
+                << to_string(type) << " h " << h << " n " << n << ": " << m << " rows from " << first;
+          }
+      }
+    }
 }
 
 }  // namespace

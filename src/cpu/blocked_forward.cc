@@ -16,7 +16,7 @@ struct Strip {
 struct Vocabulary {
   std::vector<Segment> segments;
   std::vector<Strip> strips;
-  std::int64_t widest = 0;
+  std::int64_t widest = 0, narrowest = kStripColumns;
 
   Vocabulary(const ResolvedProblem& r, std::int64_t strip_columns) {
     const std::int64_t start = r.given.vocab_start, per_strip = strip_columns / kSegmentColumns;
@@ -28,8 +28,11 @@ struct Vocabulary {
       segments.push_back({octant, b - start, e - start});
       strips.back().end = e - start;
       strips.back().last_segment = index + 1;
-      widest = std::max(widest, strips.back().end - strips.back().begin);
     });
+    for (const Strip& strip : strips) {
+      widest = std::max(widest, strip.end - strip.begin);
+      narrowest = std::min(narrowest, strip.end - strip.begin);
+    }
   }
 };
 
@@ -71,23 +74,24 @@ struct Buffers {
   }
 };
 
-GemmShape logits_shape(const ResolvedProblem& r, const Plan& plan, const Vocabulary& vocabulary) {
-  return {.m = std::max<std::int64_t>(plan.tile_rows, 2),
-          .n = vocabulary.widest,
-          .k = r.h,
-          .a_type = plan.x_type,
-          .b_type = plan.w_type,
-          .trans_a = false,
-          .trans_b = true,
-          .lda = r.h,
-          .ldb = r.h,
-          .ldc = vocabulary.widest,
-          .accumulate = false};
+std::size_t scratch_bytes(const ResolvedProblem& r, const Plan& plan, const Vocabulary& vocabulary) {
+  const GemmShape largest{.m = std::max<std::int64_t>(plan.tile_rows, 2),
+                          .n = vocabulary.widest,
+                          .k = r.h,
+                          .a_type = plan.x_type,
+                          .b_type = plan.w_type,
+                          .trans_a = false,
+                          .trans_b = true,
+                          .lda = r.h,
+                          .ldb = r.h,
+                          .ldc = vocabulary.widest,
+                          .accumulate = false};
+  return std::max(invariant_gemm(r.compute, vocabulary.widest).scratch_bytes(largest),
+                  invariant_gemm(r.compute, vocabulary.narrowest).scratch_bytes(largest));
 }
 
 std::size_t bytes_of(const ResolvedProblem& r, const Plan& plan, const Vocabulary& vocabulary) {
-  const std::size_t scratch = gemm_library(r.compute).scratch_bytes(logits_shape(r, plan, vocabulary));
-  return Buffers(r, plan, vocabulary, scratch, nullptr).bytes;
+  return Buffers(r, plan, vocabulary, scratch_bytes(r, plan, vocabulary), nullptr).bytes;
 }
 
 Result<Plan> make_plan(const ResolvedProblem& r, const Execution& e) {
@@ -130,12 +134,11 @@ class Forward {
       : r_(r),
         plan_(plan),
         vocabulary_(r, plan.strip_columns),
-        gemm_(gemm_library(r.compute)),
         kernels_(tile_kernels()),
         rows_(forward_rows(r)),
         out_(state),
         workspace_(e, bytes_of(r, plan, vocabulary_)),
-        buffers_(r, plan, vocabulary_, gemm_.scratch_bytes(logits_shape(r, plan, vocabulary_)), workspace_.base()),
+        buffers_(r, plan, vocabulary_, scratch_bytes(r, plan, vocabulary_), workspace_.base()),
         team_(plan.threads) {}
 
   void run() {
@@ -195,18 +198,19 @@ class Forward {
   void fold_tile(const Buffers::Thread& t, const Strip& strip, const Operand& w, const Operand& x,
                  const std::int64_t* rows, std::int64_t begin, std::int64_t end, std::int64_t count) {
     const std::int64_t cols = strip.end - strip.begin, segments = std::ssize(vocabulary_.segments);
-    gemm_.multiply({.m = count == 1 ? 2 : end - begin,
-                    .n = cols,
-                    .k = r_.h,
-                    .a_type = x.type,
-                    .b_type = w.type,
-                    .trans_a = false,
-                    .trans_b = true,
-                    .lda = x.stride,
-                    .ldb = w.stride,
-                    .ldc = cols,
-                    .accumulate = false},
-                   x.row(begin), w.data, t.logits, t.scratch, t.scratch_bytes);
+    invariant_gemm(r_.compute, cols)
+        .multiply({.m = count == 1 ? 2 : end - begin,
+                   .n = cols,
+                   .k = r_.h,
+                   .a_type = x.type,
+                   .b_type = w.type,
+                   .trans_a = false,
+                   .trans_b = true,
+                   .lda = x.stride,
+                   .ldb = w.stride,
+                   .ldc = cols,
+                   .accumulate = false},
+                  x.row(begin), w.data, t.logits, t.scratch, t.scratch_bytes);
     const float* bias = bias_strip(r_, strip.begin, cols, t.bias);
     for (std::int64_t i = begin; i < end; ++i) {
       const LogitMap map = logit_map(r_, rows[i]);
@@ -233,7 +237,6 @@ class Forward {
   const ResolvedProblem& r_;
   const Plan plan_;
   const Vocabulary vocabulary_;
-  const GemmLibrary& gemm_;
   const TileKernels& kernels_;
   const std::vector<std::int64_t> rows_;
   SoftmaxState* const out_;

@@ -10,8 +10,8 @@
 
 namespace lmhead {
 
-/// A GEMM library. Each multiply runs on the calling thread alone and is deterministic; for one k, every
-/// element of C has the same bits whatever m >= 2 and n >= 2 are.
+/// A GEMM library. Each multiply runs on the calling thread alone and is deterministic. For one k, an element
+/// of C has the same bits for every m >= 2 and n > kNarrow; the own loop has no such limits.
 struct GemmLibrary {
   /// Whether this machine runs it for products rounded to `compute`.
   bool (*supports)(DType compute);
@@ -31,8 +31,13 @@ extern const GemmLibrary kOwnGemm;  // gemm_own.cc
 /// Multiply-adds of all products of this process so far: what a mask saved can be counted, not only timed.
 std::atomic<std::int64_t>& multiply_adds();
 
+/// oneDNN's AMX products with m n <= 256 run another kernel, with other bits.
+inline constexpr std::int64_t kNarrow = 128;
+
 /// The fastest library for products rounded to `compute`.
 const GemmLibrary& gemm_library(DType compute);
+/// The same for products of `cols` columns whose bits must not depend on the number of rows.
+const GemmLibrary& invariant_gemm(DType compute, std::int64_t cols);
 
 /// Makes the libraries run on the current thread alone while it lives.
 class SingleThreaded {

@@ -1,8 +1,8 @@
 // bf16 products by oneDNN (AMX or AVX512-BF16), as one-thread matmul primitives kept by shape.
 //
-// Bits: oneDNN picks its blocking from the shape. With depths of at most kDepth, accumulated by append_sum,
-// an element of C has the same bits for every m >= 2 and n >= 2; deeper products and m = 1 do not
-// (2.6.3, AMX and AVX512-BF16). Its fp32 products depend on m in more ways, and it has no fp16
+// Bits (2.6.3, AMX and AVX512-BF16): oneDNN picks its blocking from the shape. With depths of at most
+// kDepth, accumulated by append_sum, an element of C has the same bits for every m >= 2 and n > kNarrow. Not
+// so deeper products, m = 1, and m n <= 256. Its fp32 products depend on m in more ways, and it has no fp16
 // ones: those run in the own loop.
 #include <algorithm>
 #include <memory>

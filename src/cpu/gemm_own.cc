@@ -31,6 +31,10 @@ const GemmLibrary& gemm_library(DType compute) {
   return kOwnGemm;
 }
 
+const GemmLibrary& invariant_gemm(DType compute, std::int64_t cols) {
+  return cols > kNarrow ? gemm_library(compute) : kOwnGemm;
+}
+
 #if LMHEAD_HAS_ONEDNN
 // oneDNN asks OpenMP for the thread count of the calling thread, and a new std::thread starts with all.
 SingleThreaded::SingleThreaded() : previous_(omp_get_max_threads()) { omp_set_num_threads(1); }
