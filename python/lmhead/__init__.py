@@ -40,6 +40,7 @@ __all__ = [
     "linear_logprobs",
     "pack",
     "packed_logprobs",
+    "packed_support_logprobs",
     "packing_lower_bound",
     "packing_metrics",
     "sequence_alignment",
@@ -59,6 +60,7 @@ _LAZY = {
     **dict.fromkeys(("sequence_alignment", "total_alignment", "unpacked_alignment"), "layout"),
     **dict.fromkeys(("PackingMetrics", "pack", "packing_lower_bound", "packing_metrics"), "packing"),
     "packed_logprobs": "packed",
+    "packed_support_logprobs": "packed_support",
     "selected_logprobs": "selected",
     "support_logprobs": "support",
 }

@@ -224,3 +224,37 @@ def dead_rank() -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def support_data(lengths: tuple[int, ...], k: int) -> dict[str, Tensor]:
+    d = packed_data(lengths, HIDDEN, 512)
+    tokens, generator = sum(lengths), torch.Generator().manual_seed(9)
+    support = torch.randint(0, 512, (tokens, k), generator=generator, dtype=torch.int32)
+    support[torch.rand(tokens, k, generator=generator) < 0.4] = -1
+    d["support"] = support
+    d["temperature"] = 0.5 + torch.rand(tokens, generator=generator)
+    d["mask"] = torch.rand(tokens, generator=generator) < 0.8
+    return d
+
+
+def support(tp: int, cp: int, sequence_parallel: bool, lengths: tuple[int, ...]) -> dict[str, Tensor] | None:
+    """Candidate sets of packed sequences: this rank's results and gradients, hidden's mapped back to its tokens."""
+    groups = grid(tp, cp)
+    if groups is None:
+        return None
+    tp_group, cp_group = groups
+    d = support_data(lengths, 6)
+    tp_rank, cp_rank = dist.get_rank(tp_group), dist.get_rank(cp_group)
+    layout = lmhead.PackedLayout(lengths, tp=tp, cp=cp)
+    x = layout.shard(layout.pad(d["x"]), cp_rank)
+    if sequence_parallel:
+        x = x.chunk(tp)[tp_rank]
+    start, size = distributed.vocab_shard(512, tp_rank, tp)
+    x, w = x.clone().requires_grad_(), d["w"][start : start + size].clone().requires_grad_()
+    logprob, entropy = lmhead.packed_support_logprobs(
+        x, w, d["ids"], None, d["support"], layout=layout, tp_group=tp_group, cp_group=cp_group,
+        sequence_parallel=sequence_parallel, loss_mask=d["mask"], temperature=d["temperature"],
+        entropy_requires_grad=True, vocab_start=start, vocab_size=512,
+    )  # fmt: skip
+    (logprob * d["a"] + entropy * d["g"]).sum().backward()
+    return {"logprob": logprob.detach(), "entropy": entropy.detach(), "dx": x.grad, "dw": w.grad}

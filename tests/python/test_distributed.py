@@ -25,6 +25,7 @@ PACKED_FAULTS = {
     "ids": "ranks disagree on",
     "mask": "loss_mask: expected bool or an integer type, got torch.float32",
 }
+SUPPORT_GRIDS = ((1, 1, False), (2, 1, True), (2, 2, False), (1, 4, False), (4, 2, True))
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def world():
     jobs |= {("packed", *grid): (cases.packed, (*grid, LENGTHS, 24, 264)) for grid in GRIDS}
     jobs |= {("skyrl",): (cases.packed, SKYRL), ("batch",): (cases.batch, (2, 2))}
     jobs |= {("metric", tp): (cases.metric, (tp,)) for tp in (2, 4)}
+    jobs |= {("support", *grid): (cases.support, (*grid, LENGTHS)) for grid in SUPPORT_GRIDS}
     jobs |= {("fault", kind): (cases.fault, (kind,)) for kind in FAULTS}
     jobs |= {("packed fault", kind): (cases.packed_fault, (kind,)) for kind in PACKED_FAULTS}
     return dict(zip(jobs, processes.run(8, list(jobs.values())), strict=True))
@@ -190,3 +192,36 @@ def test_packed_arguments():
     logprob = lmhead.packed_logprobs(x, w, ids, [0, 2, 5])
     want = torch.log_softmax(x @ w.T, -1)[[0, 2, 3], [1, 3, 4]]
     assert torch.allclose(logprob[[0, 2, 3]], want, atol=1e-5) and not logprob[[1, 4]].any()
+
+
+@pytest.mark.parametrize(("tp", "cp", "sequence_parallel"), SUPPORT_GRIDS)
+def test_candidate_sets_of_packed_sequences(world, tp, cp, sequence_parallel):
+    d = cases.support_data(LENGTHS, 6)
+    x, w = d["x"].double().requires_grad_(), d["w"].double().requires_grad_()
+    targets, last = d["ids"].roll(-1), torch.tensor(LENGTHS).cumsum(0) - 1
+    predicts = d["mask"].clone()
+    predicts[last] = False
+    logits = x @ w.T / d["temperature"].double()[:, None]
+    member = torch.zeros(logits.shape, dtype=torch.bool).scatter_add(
+        1, d["support"].clamp_min(0).long(), d["support"] >= 0
+    )
+    valid = member.any(1) & predicts
+    lse = torch.where(valid, logits.masked_fill(~member, -torch.inf).logsumexp(1), 0.0)
+    logprob = torch.where(valid, logits.gather(1, targets[:, None])[:, 0] - lse, 0.0)
+    log_p = torch.where(member & valid[:, None], logits - lse[:, None], 0.0)
+    entropy = -(torch.where(member & valid[:, None], log_p.exp(), 0.0) * log_p).sum(1)
+    (logprob * d["a"] + entropy * d["g"]).sum().backward()
+
+    results = of(world, "support", tp, cp, sequence_parallel)
+    layout = lmhead.PackedLayout(LENGTHS, tp=tp, cp=cp)
+    for result in results[: tp * cp]:
+        assert within(result["logprob"].double(), logprob.detach(), 1e-5)
+        assert within(result["entropy"].double(), entropy.detach(), 1e-5)
+    # The grid is context-major: rank = c * tp + t. Hidden: summed over tp (or scattered), then unsharded over cp.
+    parts = []
+    for c in range(cp):
+        ranks = [results[c * tp + t]["dx"] for t in range(tp)]
+        parts.append(torch.cat(ranks) if sequence_parallel else sum(ranks))
+    assert within(layout.unpad(layout.unshard(torch.cat(parts))).double(), x.grad, 2e-5)
+    shards = [sum(results[c * tp + t]["dw"] for c in range(cp)) for t in range(tp)]
+    assert within(torch.cat(shards).double(), w.grad, 2e-5)
