@@ -37,7 +37,7 @@ def skyrl_packed(tp, cp):
     tp_group, cp_group = grid(tp, cp)
     cu = torch.tensor([0, 8, 24, 32])
     x, w, target = data(1, 32)
-    positions = _parallel.zigzag_positions(cu, cp, dist.get_rank(cp_group))
+    positions = torch.from_numpy(_parallel.zigzag_layout(cu, cp).local_rows(dist.get_rank(cp_group)))
     x, w = x[:, positions].clone().requires_grad_(), shard(w, tp_group).clone().requires_grad_()
     start = dist.get_rank(tp_group) * w.shape[0]
     mask = torch.zeros(3, 16)

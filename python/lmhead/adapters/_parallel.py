@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import distributed
+from ..layout import PackedLayout
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -26,20 +29,15 @@ def equal_shards(weight: Tensor, group: ProcessGroup | None) -> dict[str, Any]:
     return {"group": group, "vocab_start": dist.get_rank(group) * rows, "vocab_size": ranks * rows}
 
 
-def zigzag_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions [T / cp] in the packed batch of the tokens that one context-parallel rank holds, in its order.
-
-    cu_seqlens [S + 1] are padded offsets: each sequence is cut into 2 cp equal chunks, and rank r holds chunks r and
-    2 cp - 1 - r.
-    """
-    local = torch.arange(int(cu_seqlens[-1]) // cp_size, device=cu_seqlens.device)
-    cu_local = cu_seqlens // cp_size
-    sequence = torch.searchsorted(cu_local[1:].contiguous(), local, right=True)
-    chunk = (cu_seqlens.diff() // (2 * cp_size))[sequence]
-    offset = local - cu_local[sequence]
-    second = 2 * cp_size - 1 - cp_rank
-    within = torch.where(offset < chunk, cp_rank * chunk + offset, second * chunk + offset - chunk)
-    return cu_seqlens[sequence] + within
+def zigzag_layout(cu_seqlens: Tensor, cp_size: int) -> PackedLayout:
+    """The packed layout of a host's padded offsets [S + 1], whose sequences are already multiples of 2 cp."""
+    lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
+    layout = PackedLayout(lengths, cp=cp_size)
+    if layout.total != int(cu_seqlens[-1]):
+        raise ValueError(
+            f"cu_seqlens: expected sequences padded to a multiple of {2 * cp_size} (2 cp), got lengths {lengths}"
+        )
+    return layout
 
 
 class _GatherContext(torch.autograd.Function):
@@ -47,32 +45,32 @@ class _GatherContext(torch.autograd.Function):
     gradient and sums nothing: every rank differentiates the same loss over all tokens."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, cu_seqlens: Tensor, group: ProcessGroup) -> Tensor:
-        ranks = dist.get_world_size(group)
-        parts = [torch.empty_like(local) for _ in range(ranks)]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        whole = local.new_empty(*local.shape[:-1], local.shape[-1] * ranks)
-        for rank, part in enumerate(parts):
-            whole[..., zigzag_positions(cu_seqlens, ranks, rank)] = part
-        ctx.positions = zigzag_positions(cu_seqlens, ranks, dist.get_rank(group))
-        return whole
+    def forward(ctx, local: Tensor, layout: PackedLayout, group: ProcessGroup) -> Tensor:
+        ctx.layout, ctx.rank = layout, dist.get_rank(group)
+        rows = local.reshape(-1, local.shape[-1]).T.contiguous()  # [T / cp, B]
+        whole = layout.unshard(distributed.gather_rows("context", rows, group))
+        return whole.T.reshape(*local.shape[:-1], layout.total)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[..., ctx.positions], None, None
+        return _cut(gradient, ctx.layout, ctx.rank), None, None
+
+
+def _cut(whole: Tensor, layout: PackedLayout, rank: int) -> Tensor:
+    """[..., T] -> the part [..., T / cp] of one rank."""
+    rows = whole.reshape(-1, whole.shape[-1]).T
+    return layout.shard(rows, rank).T.reshape(*whole.shape[:-1], layout.local_total)
 
 
 class ContextParallel:
     """Cuts token-aligned tensors [..., T] to this rank's part and gathers results. The identity without a group."""
 
     def __init__(self, cu_seqlens: Tensor, group: ProcessGroup | None):
-        self._cu_seqlens, self._group = cu_seqlens, group
-        self._active = world_size(group) > 1
-        if self._active:
-            self._positions = zigzag_positions(cu_seqlens, dist.get_world_size(group), dist.get_rank(group))
+        self._group = group
+        self._layout = zigzag_layout(cu_seqlens, world_size(group)) if world_size(group) > 1 else None
 
     def local(self, whole: Tensor) -> Tensor:
-        return whole[..., self._positions] if self._active else whole
+        return whole if self._layout is None else _cut(whole, self._layout, dist.get_rank(self._group))
 
     def gather(self, local: Tensor) -> Tensor:
-        return _GatherContext.apply(local, self._cu_seqlens, self._group) if self._active else local
+        return local if self._layout is None else _GatherContext.apply(local, self._layout, self._group)
