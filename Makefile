@@ -104,13 +104,12 @@ all-tests:
 	$(call run_ctest,asan)
 	cmake --preset tsan && cmake --build build/tsan -j $(JOBS)
 	$(call run_ctest,tsan)
-	@if [ -f pyproject.toml ]; then rm -rf build/python-package; \
-		$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-			--config-settings cmake.define.LMHEAD_WERROR=ON --target build/python-package .; fi
+	@echo "== pytest of the wheel, from a clean environment"
+	@tests/python/from_wheel.sh $(PYTHON) | tee build/pytest-wheel.log
+	@{ echo "pytest of the wheel:"; grep -E '(passed|failed).* in [0-9.]+s' build/pytest-wheel.log; } >> build/summary
 	@echo "== pytest"
-	@PYTHONPATH=$(abspath build/python-package) LMHEAD_COMMAND=$(abspath $(LMHEAD)) \
-		LMHEAD_ASAN_COMMAND=$(abspath build/asan/lmhead) \
-		$(PYTHON) -m pytest -q -rs tests/python | tee build/pytest.log
+	@LMHEAD_COMMAND=$(abspath $(LMHEAD)) LMHEAD_ASAN_COMMAND=$(abspath build/asan/lmhead) \
+		build/wheel/venv/bin/python -m pytest -q -rs $$(cat build/wheel/tree_tests) | tee build/pytest.log
 	@{ echo "pytest:"; tail -n 1 build/pytest.log; } >> build/summary
 	@echo "== summary" && cat build/summary
 
