@@ -72,13 +72,15 @@ struct RowResult {
 /// log-prob = (target - max) - log sum; entropy = log sum - ln2 weighted / sum, both terms >= 0;
 /// never lse - E[z], which loses digits with large logits and can go negative.
 /// In fp64, once a row: lse is what backward sees of the forward, so it is rounded once and no more.
+/// in_set: the target is one of the columns, so its log-prob is at most 0; a sampled id outside its
+/// candidate set may have more.
 template <class T>
-LMHEAD_HD RowResult<T> finish(const SoftmaxStateT<T>& state, bool in_vocab) {
+LMHEAD_HD RowResult<T> finish(const SoftmaxStateT<T>& state, bool in_vocab, bool in_set = true) {
   const double max = state.max, sum = state.sum, log_sum = std::log(sum);
   T entropy = static_cast<T>(log_sum - kLn2<double> * (state.weighted / sum));
   if (entropy < T(0)) entropy = T(0);  // rounding only; keeps NaN
   T logprob = static_cast<T>((state.target - max) - log_sum);
-  if (logprob > T(0)) logprob = T(0);  // likewise
+  if (in_set && logprob > T(0)) logprob = T(0);  // likewise
   // A finite state without its target column: the id was out of range and unchecked.
   if (state.target == std::numeric_limits<T>::infinity()) logprob = std::numeric_limits<T>::quiet_NaN();
   if (!in_vocab && state.sum == state.sum) logprob = T(0);

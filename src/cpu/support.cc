@@ -100,7 +100,7 @@ void combine_rows(const ResolvedSupport& r, const ConstMatrix& states, const Sup
   const std::int64_t n = r.head.n, shards = n == 0 ? 1 : states.rows / n;
   for (std::int64_t i = 0; i < n; ++i) {
     const bool valid = is_valid(r, i);
-    const RowResult<T> result = valid ? finish(merge_tree(state + i, shards, n), true) : RowResult<T>{0, 0, 0};
+    const RowResult<T> result = valid ? finish(merge_tree(state + i, shards, n), true, false) : RowResult<T>{0, 0, 0};
     if (!out.logprob.absent()) store_float(out.logprob, i, result.logprob);
     if (!out.entropy.absent()) store_float(out.entropy, i, result.entropy);
     if (!out.lse.absent()) store_float(out.lse, i, result.lse);

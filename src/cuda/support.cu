@@ -322,7 +322,7 @@ __global__ void results_kernel(const SupportArgs a, const SoftmaxState* states, 
     if ((rows.active.data == nullptr || load_int(rows.active, i) > 0) && load_int(rows.targets, i) != rows.ignore_index)
       for (std::int64_t k = 0; k < a.k && !valid; ++k) valid = a.ids[i * a.id_stride + k] != -1;
     RowResult<float> r{0.0f, 0.0f, 0.0f};
-    if (valid) r = finish(merge_tree(states + i, shards, a.n), true);
+    if (valid) r = finish(merge_tree(states + i, shards, a.n), true, false);
     if (out.logprob.data != nullptr) store_float(out.logprob, i, r.logprob);
     if (out.entropy.data != nullptr) store_float(out.entropy, i, r.entropy);
     if (out.lse.data != nullptr) store_float(out.lse, i, r.lse);
