@@ -35,6 +35,29 @@ Rows to_array(std::vector<std::int64_t> rows) {
   return Rows(data, {size}, owner);
 }
 
+// A list a bin. Python's collector counts new lists and would walk all those made so far again and again.
+nb::object to_lists(const Bins& bins) {
+  struct CollectorPaused {
+    const int was_on = PyGC_Disable();
+    ~CollectorPaused() {
+      if (was_on) PyGC_Enable();
+    }
+  } const paused;
+  const auto checked = [](PyObject* object) {
+    if (object == nullptr) throw nb::python_error();
+    return object;
+  };
+  const auto outer = nb::steal<nb::object>(checked(PyList_New(std::ssize(bins))));
+  for (Py_ssize_t b = 0; b < std::ssize(bins); ++b) {
+    const std::vector<std::int64_t>& bin = bins[static_cast<std::size_t>(b)];
+    PyObject* inner = checked(PyList_New(std::ssize(bin)));
+    PyList_SetItem(outer.ptr(), b, inner);  // takes the reference
+    for (Py_ssize_t i = 0; i < std::ssize(bin); ++i)
+      PyList_SetItem(inner, i, checked(PyLong_FromLongLong(bin[static_cast<std::size_t>(i)])));
+  }
+  return outer;
+}
+
 nb::list to_pairs(const std::vector<Span>& spans) {
   nb::list list;
   for (const Span& span : spans) list.append(nb::make_tuple(span.begin, span.end));
@@ -74,7 +97,7 @@ void bind_packing(nb::module_& m) {
           nb::arg("algorithm"), nb::arg("min_bins"), nb::arg("bin_multiple"), nb::arg("sequence_multiple"),
           nb::arg("total_multiple"), nb::arg("allow_empty"), nb::arg("allow_oversize"));
   m.def("pack", [](const Lengths& lengths, std::int64_t capacity, const PackingOptions& options) {
-    return value_or_raise(without_gil([&] { return pack(view(lengths), capacity, options); }));
+    return to_lists(value_or_raise(without_gil([&] { return pack(view(lengths), capacity, options); })));
   });
   m.def("count_bins", [](const Lengths& lengths, std::int64_t capacity, const PackingOptions& options) {
     return value_or_raise(without_gil([&] { return pack(view(lengths), capacity, options); })).size();
