@@ -349,7 +349,7 @@ TEST_P(TileKernelsTest, OwnGemm) {
 }
 
 /// One product with scratch memory that starts as NaN.
-void multiply_with(const GemmLibrary& library, const GemmShape& s, const void* a, const void* b, float* c) {
+void multiply_with(const GemmLibrary& library, const GemmShape& s, const void* a, const void* b, void* c) {
   const SingleThreaded single;
   std::vector<std::byte> scratch(library.scratch_bytes(s) + 64, std::byte{0xff});
   void* at = scratch.data();
@@ -363,6 +363,28 @@ TEST(GemmLibrary, ChosenOneForBf16) {
   SCOPED_TRACE(library.describe(DType::kBFloat16));
   check_gemm(DType::kBFloat16,
              [&](const GemmShape& s, const void* a, const void* b, float* c) { multiply_with(library, s, a, b, c); });
+}
+
+TEST(GemmLibrary, NarrowOutputIsTheFp32OneRoundedOnce) {
+  const GemmLibrary& library = gemm_library(DType::kBFloat16);
+  for (const auto [m, n, k] : {std::array<std::int64_t, 3>{2, 3, 5}, {70, 61, 40}, {130, 64, 512}, {33, 100, 700}}) {
+    GemmShape s{m, n, k, DType::kBFloat16, DType::kBFloat16, true, false, m + 3, n + 5, n, false};
+    if (!library.narrow_output(s)) GTEST_SKIP() << library.describe(DType::kBFloat16) << " has fp32 output only";
+    const std::vector<float> af = normal(k * s.lda, 1, 0, 13), bf = normal(k * s.ldb, 1, 0, 14);
+    std::vector<std::uint16_t> a(af.size()), b(bf.size()), low(static_cast<std::size_t>(m * n));
+    tile_kernels().convert(af.data(), DType::kFloat32, a.data(), DType::kBFloat16, std::ssize(af));
+    tile_kernels().convert(bf.data(), DType::kFloat32, b.data(), DType::kBFloat16, std::ssize(bf));
+    std::vector<float> c(low.size());
+    multiply_with(library, s, a.data(), b.data(), c.data());
+    s.narrow_output = true;
+    multiply_with(library, s, a.data(), b.data(), low.data());
+    for (std::size_t i = 0; i < c.size(); ++i) {
+      // Either neighbour of a sum that lies, to the order of its additions, half way between two.
+      const double bound = 0x1.01p-8 * std::fabs(c[i]) + 0x1p-20 * std::sqrt(static_cast<double>(k));
+      ASSERT_TRUE(std::fabs(bf16_to_float(low[i]) - c[i]) <= bound)
+          << m << " " << n << " " << k << ": " << bf16_to_float(low[i]) << " " << c[i];
+    }
+  }
 }
 
 TEST(GemmLibrary, LogitsOfARowDependOnNoOtherRow) {

@@ -104,6 +104,8 @@ std::size_t scratch_bytes(const ResolvedProblem& r, const BackwardOutputs& out, 
        .ldb = r.h,
        .ldc = r.h,
        .accumulate = true};
+  s.accumulate = false;
+  s.narrow_output = p.narrow_weight && out.weight.dtype == r.compute && gemm.narrow_output(s);
   if (!out.weight.absent()) bytes = std::max(bytes, gemm.scratch_bytes(s));
   return bytes;
 }
@@ -362,9 +364,7 @@ class Backward {
       kernels_.add_column_sums(dl(0, begin), r_.compute, b.row_count, end - begin, plan_.block_cols,
                                buffers_.db + b.col + begin);
     if (out_.weight.absent()) return;
-    float* c = plan_.narrow_weight ? buffers_.dw + ((plan_.rows_outer ? b.col : 0) + begin) * r_.h
-                                   : reinterpret_cast<float*>(row_data(out_.weight, b.col + begin));
-    gemm_.multiply({.m = end - begin,
+    GemmShape shape{.m = end - begin,
                     .n = r_.h,
                     .k = b.row_count,
                     .a_type = r_.compute,
@@ -373,10 +373,20 @@ class Backward {
                     .trans_b = false,
                     .lda = plan_.block_cols,
                     .ldb = b.x.stride,
-                    .ldc = plan_.narrow_weight ? r_.h : std::max(out_.weight.row_stride, r_.h),
-                    .accumulate = !b.first_row || out_.accumulate_weight},
-                   dl(0, begin), b.x.data, c, t.scratch, t.scratch_bytes);
-    if (!plan_.narrow_weight || !b.last_row) return;
+                    .ldc = std::max(out_.weight.row_stride, r_.h),
+                    .accumulate = !b.first_row || out_.accumulate_weight};
+    const auto multiply = [&](void* c) {
+      gemm_.multiply(shape, dl(0, begin), b.x.data, c, t.scratch, t.scratch_bytes);
+    };
+    if (!plan_.narrow_weight) return multiply(row_data(out_.weight, b.col + begin));
+    if (b.first_row && b.last_row && out_.weight.dtype == r_.compute && gemm_.narrow_output(shape)) {
+      shape.narrow_output = true;  // all rows at once: no fp32 sum to keep
+      return multiply(row_data(out_.weight, b.col + begin));
+    }
+    shape.ldc = r_.h;
+    float* c = buffers_.dw + ((plan_.rows_outer ? b.col : 0) + begin) * r_.h;
+    multiply(c);
+    if (!b.last_row) return;
     for (std::int64_t j = begin; j < end; ++j, c += r_.h)
       kernels_.convert(c, DType::kFloat32, row_data(out_.weight, b.col + j), out_.weight.dtype, r_.h);
   }

@@ -15,9 +15,11 @@ namespace lmhead {
 struct GemmLibrary {
   /// Whether this machine runs it for products rounded to `compute`.
   bool (*supports)(DType compute);
+  /// Whether it multiplies `shape` into a C of the operands' 16-bit type, without an fp32 copy.
+  bool (*narrow_output)(const GemmShape& shape);
   /// Scratch memory for one thread that suffices for any shape no larger in m, n and k.
   std::size_t (*scratch_bytes)(const GemmShape& largest);
-  void (*multiply)(const GemmShape& shape, const void* a, const void* b, float* c, void* scratch,
+  void (*multiply)(const GemmShape& shape, const void* a, const void* b, void* c, void* scratch,
                    std::size_t scratch_bytes);
   /// Library, version and kernel for `compute`.
   std::string (*describe)(DType compute);

@@ -5,6 +5,7 @@
 // so deeper products, m = 1, and m n <= 256. Its fp32 products depend on m in more ways, and it has no fp16
 // ones: those run in the own loop.
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -18,6 +19,8 @@ namespace lmhead {
 namespace {
 
 constexpr std::int64_t kDepth = 1024;
+/// Products this deep read a transposed A at three quarters of the rate; it is transposed here first.
+constexpr std::int64_t kShallow = 512;
 /// Kernels kept; each shape costs some milliseconds to build again.
 constexpr std::size_t kKept = 512;
 
@@ -36,7 +39,7 @@ bool has_bf16() {
 
 bool same(const GemmShape& a, const GemmShape& b) {
   return a.m == b.m && a.n == b.n && a.k == b.k && a.trans_a == b.trans_a && a.trans_b == b.trans_b && a.lda == b.lda &&
-         a.ldb == b.ldb && a.ldc == b.ldc && a.accumulate == b.accumulate;
+         a.ldb == b.ldb && a.ldc == b.ldc && a.accumulate == b.accumulate && a.narrow_output == b.narrow_output;
 }
 struct Same {
   bool operator()(const GemmShape& a, const GemmShape& b) const { return same(a, b); }
@@ -44,7 +47,7 @@ struct Same {
 struct Hash {
   std::size_t operator()(const GemmShape& s) const {
     std::size_t h = static_cast<std::size_t>(s.trans_a) | static_cast<std::size_t>(s.trans_b) << 1 |
-                    static_cast<std::size_t>(s.accumulate) << 2;
+                    static_cast<std::size_t>(s.accumulate) << 2 | static_cast<std::size_t>(s.narrow_output) << 3;
     for (const std::int64_t v : {s.m, s.n, s.k, s.lda, s.ldb, s.ldc})
       h = (h ^ static_cast<std::size_t>(v)) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
     return h;
@@ -64,7 +67,7 @@ Kernel make_kernel(const GemmShape& s) {
   Kernel kernel;
   kernel.a = memory::desc({s.m, s.k}, memory::data_type::bf16, along_a);
   kernel.b = memory::desc({s.k, s.n}, memory::data_type::bf16, along_b);
-  kernel.c = memory::desc({s.m, s.n}, memory::data_type::f32, {s.ldc, 1});
+  kernel.c = memory::desc({s.m, s.n}, s.narrow_output ? memory::data_type::bf16 : memory::data_type::f32, {s.ldc, 1});
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
   if (s.accumulate) {
@@ -89,12 +92,48 @@ std::shared_ptr<const Kernel> kernel_for(const GemmShape& shape) {
   return kernels[shape] = std::make_shared<const Kernel>(make_kernel(shape));
 }
 
-void multiply(const GemmShape& shape, const void* a, const void* b, float* c, void* scratch,
-              std::size_t scratch_bytes) {
+/// out [cols, rows] = in [rows, cols] transposed, in blocks of 8 x 8.
+void transpose(const std::uint16_t* in, std::int64_t stride, std::int64_t rows, std::int64_t cols, std::uint16_t* out) {
+  typedef std::uint16_t Eight __attribute__((vector_size(16)));
+  const auto interleave = [](Eight a, Eight b, Eight& low, Eight& high) {
+    low = __builtin_shuffle(a, b, Eight{0, 8, 1, 9, 2, 10, 3, 11});
+    high = __builtin_shuffle(a, b, Eight{4, 12, 5, 13, 6, 14, 7, 15});
+  };
+  const std::int64_t whole_rows = rows / 8 * 8, whole_cols = cols / 8 * 8;
+  for (std::int64_t i = 0; i < whole_rows; i += 8)
+    for (std::int64_t j = 0; j < whole_cols; j += 8) {
+      // Three rounds of interleaving row k with row k + 4 transpose 8 x 8.
+      Eight a[8], b[8];
+      for (int k = 0; k < 8; ++k) std::memcpy(&a[k], in + (i + k) * stride + j, sizeof a[k]);
+      for (int k = 0; k < 4; ++k) interleave(a[k], a[k + 4], b[2 * k], b[2 * k + 1]);
+      for (int k = 0; k < 4; ++k) interleave(b[k], b[k + 4], a[2 * k], a[2 * k + 1]);
+      for (int k = 0; k < 4; ++k) interleave(a[k], a[k + 4], b[2 * k], b[2 * k + 1]);
+      for (int k = 0; k < 8; ++k) std::memcpy(out + (j + k) * rows + i, &b[k], sizeof b[k]);
+    }
+  for (std::int64_t i = 0; i < rows; ++i)
+    for (std::int64_t j = i < whole_rows ? whole_cols : 0; j < cols; ++j) out[j * rows + i] = in[i * stride + j];
+}
+
+bool transposes(const GemmShape& s) { return s.trans_a && s.k <= kShallow; }
+std::size_t transposed_bytes(const GemmShape& s) {
+  return transposes(s) ? static_cast<std::size_t>((s.m * s.k * 2 + 63) / 64 * 64) : 0;
+}
+
+bool narrow_output(const GemmShape& s) { return !s.accumulate && s.k <= kDepth; }
+
+void multiply(const GemmShape& shape, const void* a, const void* b, void* c, void* scratch, std::size_t scratch_bytes) {
+  multiply_adds().fetch_add(shape.m * shape.n * shape.k, std::memory_order_relaxed);
   const auto* pa = static_cast<const std::uint16_t*>(a);
   const auto* pb = static_cast<const std::uint16_t*>(b);
   GemmShape part = shape;
-  multiply_adds().fetch_add(shape.m * shape.n * shape.k, std::memory_order_relaxed);
+  if (transposes(shape) && transposed_bytes(shape) <= scratch_bytes) {
+    transpose(pa, shape.lda, shape.k, shape.m, static_cast<std::uint16_t*>(scratch));
+    pa = static_cast<const std::uint16_t*>(scratch);
+    part.trans_a = false;
+    part.lda = shape.k;
+    scratch = static_cast<std::byte*>(scratch) + transposed_bytes(shape);
+    scratch_bytes -= transposed_bytes(shape);
+  }
   for (std::int64_t p = 0; p < shape.k; p += kDepth) {
     part.k = std::min(kDepth, shape.k - p);
     part.accumulate = shape.accumulate || p > 0;
@@ -106,7 +145,7 @@ void multiply(const GemmShape& shape, const void* a, const void* b, float* c, vo
     };
     dnnl::stream stream(engine());
     kernel->multiply.execute(stream,
-                             {{DNNL_ARG_SRC, memory(kernel->a, pa + (shape.trans_a ? p * shape.lda : p))},
+                             {{DNNL_ARG_SRC, memory(kernel->a, pa + (part.trans_a ? p * part.lda : p))},
                               {DNNL_ARG_WEIGHTS, memory(kernel->b, pb + (shape.trans_b ? p : p * shape.ldb))},
                               {DNNL_ARG_DST, memory(kernel->c, c)},
                               {DNNL_ARG_SCRATCHPAD, memory(kernel->scratch, own.empty() ? scratch : own.data())}});
@@ -120,13 +159,21 @@ std::size_t scratch_bytes(const GemmShape& largest) {
   // Ragged sizes need copies that whole ones do not.
   for (const std::int64_t less : {0, 1})
     for (const std::int64_t k : {std::min(kDepth, largest.k), largest.k % kDepth}) {
-      if (k <= less || part.m <= less || part.n <= less) continue;
+      if (k <= less || largest.m <= less || largest.n <= less) continue;
       part.k = k - less;
       part.m = largest.m - less;
       part.n = largest.n - less;
-      bytes = std::max(bytes, kernel_for(part)->scratch.get_size());
+      part.trans_a = largest.trans_a && !transposes(part);
+      part.lda = part.trans_a || !largest.trans_a ? largest.lda : part.k;
+      const bool narrow = largest.narrow_output && narrow_output(part);
+      for (const bool output : {false, narrow}) {
+        part.narrow_output = output;
+        bytes = std::max(bytes, kernel_for(part)->scratch.get_size());
+      }
     }
-  return bytes;
+  GemmShape shallow = largest;  // fewer rows than planned for make a deep product shallow
+  shallow.k = std::min(kShallow, largest.k);
+  return bytes + transposed_bytes(shallow);
 }
 
 std::string describe(DType) {
@@ -151,6 +198,7 @@ std::string describe(DType) {
 
 const GemmLibrary kOneDnnGemm = {
     .supports = [](DType compute) { return compute == DType::kBFloat16 && has_bf16(); },
+    .narrow_output = narrow_output,
     .scratch_bytes = scratch_bytes,
     .multiply = multiply,
     .describe = describe,

@@ -9,11 +9,12 @@ namespace lmhead {
 
 const GemmLibrary kOwnGemm = {
     .supports = [](DType) { return true; },
+    .narrow_output = [](const GemmShape&) { return false; },
     .scratch_bytes = [](const GemmShape&) { return tile_kernels().gemm_scratch_bytes; },
     .multiply =
-        [](const GemmShape& shape, const void* a, const void* b, float* c, void* scratch, std::size_t) {
+        [](const GemmShape& shape, const void* a, const void* b, void* c, void* scratch, std::size_t) {
           multiply_adds().fetch_add(shape.m * shape.n * shape.k, std::memory_order_relaxed);
-          tile_kernels().gemm(shape, a, b, c, scratch);
+          tile_kernels().gemm(shape, a, b, static_cast<float*>(c), scratch);
         },
     .describe = [](DType) { return std::string("own blocked loop, ") + tile_kernels().name; },
 };

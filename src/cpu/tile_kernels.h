@@ -40,6 +40,7 @@ struct GemmShape {
   bool trans_a, trans_b;
   std::int64_t lda, ldb, ldc;
   bool accumulate;
+  bool narrow_output = false;  ///< C is of a_type, rounded once; see GemmLibrary::narrow_output
 };
 
 struct TileKernels {
