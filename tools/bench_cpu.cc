@@ -172,7 +172,8 @@ class Bench {
     for (std::vector<double>& ms : result.case_ms) ms.resize(static_cast<std::size_t>(run_.reps));
     for (std::size_t rep = 0; rep < static_cast<std::size_t>(run_.reps); ++rep)
       for (std::size_t i = 0; i < turns.size(); ++i) {
-        const std::size_t k = (rep + i) % turns.size();  // another order each time
+        // Another order each time, every second one backwards: whoever follows the GEMM finds its output in the caches.
+        const std::size_t k = (rep / 2 + (rep % 2 == 0 ? i : turns.size() - 1 - i)) % turns.size();
         const double ms = time_ms(turns[k]);
         (k < run_.cases.size() ? result.case_ms[k] : result.gemm_ms)[rep] = ms;
       }
