@@ -11,7 +11,7 @@ JOBS ?= $(shell nproc)
 PYTHON := $(abspath $(VENV))/bin/python
 LMHEAD := build/release/lmhead
 
-APT_BUILD := git g++ cmake ninja-build python3-venv libdnnl-dev libcli11-dev nlohmann-json3-dev libfmt-dev
+APT_BUILD := git g++ cmake ninja-build python3-venv libdnnl-dev ocl-icd-opencl-dev libcli11-dev nlohmann-json3-dev libfmt-dev
 APT_TEST := $(APT_BUILD) ccache libgtest-dev clang-format libopenmpi-dev openmpi-bin
 
 # The Python package compiles the library once more; with ccache that costs nothing.
