@@ -89,10 +89,11 @@ struct Operand {
   const std::byte* row(std::int64_t i) const { return data + static_cast<std::size_t>(i * stride) * size_of(type); }
 };
 
-/// Row i of m and those after it, in place. The stride of a lone row means nothing, so it may be anything.
-inline Operand in_place(const ConstMatrix& m, std::int64_t i) {
-  return {row_data(m, i), std::max(m.row_stride, m.cols), m.dtype};
-}
+/// The stride of a lone row means nothing, so it may be anything.
+inline std::int64_t row_stride(const ConstMatrix& m) { return std::max(m.row_stride, m.cols); }
+
+/// Row i of m and those after it, in place.
+inline Operand in_place(const ConstMatrix& m, std::int64_t i) { return {row_data(m, i), row_stride(m), m.dtype}; }
 
 /// True when rows[0, count) are consecutive indices.
 inline bool consecutive(const std::int64_t* rows, std::int64_t count) { return rows[count - 1] - rows[0] == count - 1; }

@@ -40,8 +40,9 @@ struct Vocabulary {
 struct Plan {
   int threads = 1;
   std::int64_t tile_rows = 0, group_rows = 0, strip_columns = kStripColumns;
-  std::int64_t block_strips = 0;  // strips of the weight that are converted at a time; 0: used in place
+  std::int64_t block_strips = 0;  // strips of the weight that are copied at a time; 0: used in place
   DType x_type, w_type;
+  bool copy_x = false;  // rows are brought together even where they could be read in place
 };
 
 struct Buffers {
@@ -101,7 +102,11 @@ Result<Plan> make_plan(const ResolvedProblem& r, const Execution& e) {
   plan.w_type = operand_type(r.given.weight.dtype, r.compute);
   const std::int64_t row = std::max<std::int64_t>(r.h * static_cast<std::int64_t>(size_of(plan.w_type)), 1);
   const auto quarter = static_cast<std::int64_t>(budget / 4);
-  const bool convert = plan.w_type != r.given.weight.dtype;
+  const auto moved = [&](const ConstMatrix& m) {
+    return gemm_library(r.compute).stride_changes_bits(r.h, row_stride(m));
+  };
+  plan.copy_x = moved(r.given.hidden);
+  const bool convert = plan.w_type != r.given.weight.dtype || moved(r.given.weight);
   if (convert && kStripColumns * row > quarter) plan.strip_columns = kSegmentColumns;
   const Vocabulary vocabulary(r, plan.strip_columns);
   if (convert)
@@ -154,7 +159,7 @@ class Forward {
   void group(int member, const std::int64_t* rows, std::int64_t count) {
     const ConstMatrix& hidden = r_.given.hidden;
     Operand x = in_place(hidden, rows[0]);
-    if (count == 1 || !consecutive(rows, count) || x.type != plan_.x_type) {
+    if (count == 1 || !consecutive(rows, count) || x.type != plan_.x_type || plan_.copy_x) {
       x = {buffers_.x, r_.h, plan_.x_type};
       team_.for_each(std::max<std::int64_t>(count, 2), [&](std::int64_t i) {  // a lone row twice
         kernels_.convert(row_data(hidden, rows[std::min(i, count - 1)]), hidden.dtype, const_cast<std::byte*>(x.row(i)),
@@ -181,7 +186,7 @@ class Forward {
     });
   }
 
-  /// The weight rows of strips [strip, strip + count), converted by all threads where needed.
+  /// The weight rows of strips [strip, strip + count), converted or packed by all threads where needed.
   Operand weight_block(const Strip* strip, std::int64_t count) {
     const ConstMatrix& weight = r_.given.weight;
     if (plan_.block_strips == 0) return in_place(weight, strip->begin);

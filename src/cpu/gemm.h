@@ -17,6 +17,9 @@ struct GemmLibrary {
   bool (*supports)(DType compute);
   /// Whether it multiplies `shape` into a C of the operands' 16-bit type, without an fp32 copy.
   bool (*narrow_output)(const GemmShape& shape);
+  /// Whether bits of products of depth k depend on the row strides of A and B, here `stride`; stride k always has
+  /// the same bits.
+  bool (*stride_changes_bits)(std::int64_t k, std::int64_t stride);
   /// Scratch memory for one thread that suffices for any shape no larger in m, n and k.
   std::size_t (*scratch_bytes)(const GemmShape& largest);
   void (*multiply)(const GemmShape& shape, const void* a, const void* b, void* c, void* scratch,

@@ -1,11 +1,12 @@
 // bf16 products by oneDNN (AMX or AVX512-BF16), as one-thread matmul primitives kept by shape.
 //
-// Bits (2.6.3, AMX and AVX512-BF16): oneDNN picks its blocking from the shape. With depths of at most
-// kDepth, accumulated by append_sum, an element of C has the same bits for every m >= 2 and n > kNarrow. Not
-// so deeper products, m = 1, and m n <= 256. Its fp32 products depend on m in more ways, and it has no fp16
-// ones: those run in the own loop.
+// Bits (2.6.3): oneDNN picks its blocking from the shape. On AMX, with depths of at most kAmxDepth, accumulated
+// by append_sum, an element of C has the same bits for every m >= 2 and n > kNarrow. Not so deeper products,
+// m = 1, and m n <= 256. On AVX512-BF16 bits do not depend on m at any depth, and parts cost a quarter of the
+// rate. Its fp32 products depend on m in more ways, and it has no fp16 ones: those run in the own loop.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -18,7 +19,7 @@
 namespace lmhead {
 namespace {
 
-constexpr std::int64_t kDepth = 1024;
+constexpr std::int64_t kAmxDepth = 1024;
 /// Products this deep read a transposed A at three quarters of the rate; it is transposed here first.
 constexpr std::int64_t kShallow = 512;
 /// Kernels kept; each shape costs some milliseconds to build again.
@@ -35,6 +36,15 @@ bool has_bf16() {
     return (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) & kNeeded) == kNeeded;
   }();
   return found;
+}
+
+/// Depth of one product; a deeper one runs in parts.
+std::int64_t depth() {
+  static const bool amx = [] {
+    constexpr auto kAmx = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_amx);
+    return (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) & kAmx) == kAmx;
+  }();
+  return amx ? kAmxDepth : std::numeric_limits<std::int64_t>::max();
 }
 
 bool same(const GemmShape& a, const GemmShape& b) {
@@ -119,7 +129,12 @@ std::size_t transposed_bytes(const GemmShape& s) {
   return transposes(s) ? static_cast<std::size_t>((s.m * s.k * 2 + 63) / 64 * 64) : 0;
 }
 
-bool narrow_output(const GemmShape& s) { return !s.accumulate && s.k <= kDepth; }
+/// Deep products in one part copy A and B or not, by stride; so do all whose bytes pass 32 bits.
+bool stride_changes_bits(std::int64_t k, std::int64_t stride) {
+  return stride != k && (stride > std::numeric_limits<std::int32_t>::max() / 2 || (k > kAmxDepth && k <= depth()));
+}
+
+bool narrow_output(const GemmShape& s) { return !s.accumulate && s.k <= depth(); }
 
 void multiply(const GemmShape& shape, const void* a, const void* b, void* c, void* scratch, std::size_t scratch_bytes) {
   multiply_adds().fetch_add(shape.m * shape.n * shape.k, std::memory_order_relaxed);
@@ -134,8 +149,8 @@ void multiply(const GemmShape& shape, const void* a, const void* b, void* c, voi
     scratch = static_cast<std::byte*>(scratch) + transposed_bytes(shape);
     scratch_bytes -= transposed_bytes(shape);
   }
-  for (std::int64_t p = 0; p < shape.k; p += kDepth) {
-    part.k = std::min(kDepth, shape.k - p);
+  for (std::int64_t p = 0; p < shape.k; p += part.k) {
+    part.k = std::min(depth(), shape.k - p);
     part.accumulate = shape.accumulate || p > 0;
     const std::shared_ptr<const Kernel> kernel = kernel_for(part);
     // The estimate in scratch_bytes covers the shapes of the backend; an odd one brings its own.
@@ -158,7 +173,7 @@ std::size_t scratch_bytes(const GemmShape& largest) {
   std::size_t bytes = 0;
   // Ragged sizes need copies that whole ones do not.
   for (const std::int64_t less : {0, 1})
-    for (const std::int64_t k : {std::min(kDepth, largest.k), largest.k % kDepth}) {
+    for (const std::int64_t k : {std::min(depth(), largest.k), largest.k % depth()}) {
       if (k <= less || largest.m <= less || largest.n <= less) continue;
       part.k = k - less;
       part.m = largest.m - less;
@@ -199,6 +214,7 @@ std::string describe(DType) {
 const GemmLibrary kOneDnnGemm = {
     .supports = [](DType compute) { return compute == DType::kBFloat16 && has_bf16(); },
     .narrow_output = narrow_output,
+    .stride_changes_bits = stride_changes_bits,
     .scratch_bytes = scratch_bytes,
     .multiply = multiply,
     .describe = describe,

@@ -10,6 +10,7 @@ namespace lmhead {
 const GemmLibrary kOwnGemm = {
     .supports = [](DType) { return true; },
     .narrow_output = [](const GemmShape&) { return false; },
+    .stride_changes_bits = [](std::int64_t, std::int64_t) { return false; },
     .scratch_bytes = [](const GemmShape&) { return tile_kernels().gemm_scratch_bytes; },
     .multiply =
         [](const GemmShape& shape, const void* a, const void* b, void* c, void* scratch, std::size_t) {
