@@ -24,7 +24,7 @@ struct CallHeader {
 
   CallHeader(const Problem& problem, const OwnedExecution& execution, const std::string& name, std::int64_t extra) {
     const Execution e = execution.get();
-    const Result<Call> call = guarded("header", [&] { return plan_call(problem, e); });
+    const Result<Call> call = guarded("header", [&] { return plan_call(problem, e, Operation::kForwardPartial); });
     local = guarded("header", [&] { return call.ok() ? call->check_values(e) : call.status(); });
     header = make_header({name.c_str(), extra}, call.ok() ? &call->problem : nullptr, local, e.device);
   }

@@ -1,6 +1,7 @@
 // What must not change a bit: threads, batch size, position, masks, workspace, shards, neighbours.
 #include "testing.h"
 
+#include <algorithm>
 #include <thread>
 
 namespace lmhead {
@@ -76,6 +77,30 @@ class Invariance : public testing::BackendTest {
     return list;
   }
 };
+
+TEST_P(Invariance, Configuration) {
+  std::vector<std::string> names = configurations(backend().name, Operation::kForward);
+  for (const std::string& name : configurations(backend().name, Operation::kBackward))
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  ASSERT_EQ(names.front(), kDefaultConfiguration);
+  std::vector<Case> list = cases();
+  list.push_back({.n = backend().name == "reference" ? 40 : 2600,
+                  .h = 64,
+                  .v = 2050,
+                  .active = DType::kBool,
+                  .inactive_every = 3});
+  for (const Case& spec : list) {
+    const TestProblem problem(spec);
+    const Outcome by_default = run(problem, {.configuration = kDefaultConfiguration});
+    for (const std::string& name : names) {
+      const Outcome other = run(problem, {.configuration = name});
+      expect_same_forward(by_default, other, name);
+      EXPECT_EQ(testing::first_difference(by_default.dx, other.dx), "") << "dx, " << name;
+      EXPECT_EQ(testing::first_difference(by_default.dw, other.dw), "") << "dw, " << name;
+      EXPECT_EQ(testing::first_difference(by_default.db, other.db), "") << "db, " << name;
+    }
+  }
+}
 
 TEST_P(Invariance, ThreadCount) {
   if (backend().device != Device::kCpu) GTEST_SKIP() << "threads are a CPU matter";

@@ -137,6 +137,9 @@ struct Execution {
   /// "auto" or a name from backends(): "reference", "cpu", "sm90", "cuda_portable".
   /// An explicit backend that cannot run the problem is an error; nothing falls back silently.
   const char* backend = "auto";
+  /// "auto": what lmhead::tune() chose for this shape, else the backend's analytic default; or a name from
+  /// configurations() (lmhead/tuning.h). No result bit depends on it.
+  const char* configuration = "auto";
   Device device = Device::kCpu;
   /// CPU threads; 0: all of this process's. No result bit depends on it.
   int threads = 0;

@@ -58,11 +58,14 @@ Status Call::finished(Status status) const {
   return status;
 }
 
-Result<Call> plan_call(const Problem& given, const Execution& execution) {
+Result<Call> plan_call(const Problem& given, const Execution& execution, Operation operation) {
   Result<ResolvedProblem> problem = validate(given, execution);
   if (!problem.ok()) return problem.status();
   Result<const Implementation*> implementation = choose(*problem, execution);
   if (!implementation.ok()) return implementation.status();
+  Result<const Configuration*> configuration = choose_configuration(**implementation, *problem, operation, execution);
+  if (!configuration.ok()) return configuration.status();
+  problem->configuration = *configuration;
   return Call{*problem, *implementation};
 }
 
@@ -81,7 +84,7 @@ std::span<const Implementation* const> implementations() {
 Result<WorkspaceSize> workspace_size(const Problem& problem, Operation operation, const BackwardOutputs& gradients,
                                      const Execution& execution) {
   return guarded("workspace_size", [&]() -> Result<WorkspaceSize> {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, operation);
     if (!call.ok()) return call.status();
     return call->implementation->workspace_size(call->problem, operation, gradients, execution);
   });
@@ -89,7 +92,7 @@ Result<WorkspaceSize> workspace_size(const Problem& problem, Operation operation
 
 Status forward_partial(const Problem& problem, const Matrix& state, const Execution& execution) {
   return guarded("forward_partial", [&]() -> Status {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, Operation::kForwardPartial);
     if (!call.ok()) return call.status();
     LMHEAD_RETURN_IF_ERROR(validate_state(call->problem, state));
     LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kForwardPartial, {}, execution));
@@ -101,7 +104,7 @@ Status forward_partial(const Problem& problem, const Matrix& state, const Execut
 Status combine(const Problem& problem, const ConstMatrix& states, const ForwardOutputs& outputs,
                const Execution& execution) {
   return guarded("combine", [&]() -> Status {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, Operation::kForwardPartial);
     if (!call.ok()) return call.status();
     LMHEAD_RETURN_IF_ERROR(validate_combine(call->problem, states, outputs));
     return call->finished(call->implementation->combine(call->problem, states, outputs, execution));
@@ -110,7 +113,7 @@ Status combine(const Problem& problem, const ConstMatrix& states, const ForwardO
 
 Status forward(const Problem& problem, const ForwardOutputs& outputs, const Execution& execution) {
   return guarded("forward", [&]() -> Status {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, Operation::kForward);
     if (!call.ok()) return call.status();
     const ResolvedProblem& r = call->problem;
     if (r.v_local != r.vocab_size)
@@ -128,7 +131,7 @@ Status forward(const Problem& problem, const ForwardOutputs& outputs, const Exec
 Status backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs,
                 const Execution& execution) {
   return guarded("backward", [&]() -> Status {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, Operation::kBackward);
     if (!call.ok()) return call.status();
     LMHEAD_RETURN_IF_ERROR(validate_backward(call->problem, inputs, outputs));
     LMHEAD_RETURN_IF_ERROR(check_workspace(*call, Operation::kBackward, outputs, execution));

@@ -21,8 +21,8 @@ struct Call {
   Status finished(Status status) const;
 };
 
-/// validate() and the choice of a backend. Reads no tensor value.
-Result<Call> plan_call(const Problem& problem, const Execution& execution);
+/// validate() and the choice of a backend and its configuration. Reads no tensor value.
+Result<Call> plan_call(const Problem& problem, const Execution& execution, Operation operation);
 
 /// Runs the body of a public call. Allocations below may throw; the caller gets a Status instead, and
 /// nothing is retried on another path.

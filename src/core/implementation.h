@@ -3,6 +3,7 @@
 
 #include <span>
 
+#include "core/configuration.h"
 #include "core/vocabulary_order.h"
 #include "lmhead/lmhead.h"
 
@@ -19,6 +20,8 @@ struct ResolvedProblem {
   DType compute;             ///< type in which hidden and weight are multiplied; dl is rounded to it
   DType result;              ///< kFloat32, or kFloat64 for fp64 inputs
   bool check;                ///< read and check values
+  /// How to run it, chosen by plan_call(); nullptr: the backend has no choice, or the default is wanted.
+  const Configuration* configuration = nullptr;
 
   VocabularyOrder order() const { return {vocab_size}; }
 };
@@ -40,6 +43,10 @@ struct Implementation {
   Status (*combine)(const ResolvedProblem&, const ConstMatrix& states, const ForwardOutputs&, const Execution&);
   Status (*forward)(const ResolvedProblem&, const ForwardOutputs&, const Execution&);
   Status (*backward)(const ResolvedProblem&, const BackwardInputs&, const BackwardOutputs&, const Execution&);
+  /// Compiled configurations of an operation, the analytic default first; nullptr: there is no choice.
+  std::span<const Configuration> (*configurations)(Operation) = nullptr;
+  /// What tuned times depend on, for the current device; lives as long as the process. Goes with `configurations`.
+  Result<const TuningSource*> (*tuning_source)() = nullptr;
 };
 
 /// Fastest first, the plain reference last. The order in which "auto" tries them.

@@ -2,6 +2,7 @@
 // and the one pass that folds or differentiates them.
 #include "cpu/blocked.h"
 
+#include "core/tune_device.h"
 #include "core/validate.h"
 
 namespace lmhead {
@@ -14,6 +15,12 @@ std::string describe() {
   const GemmLibrary& fp32 = gemm_library(DType::kFloat32);
   if (&fp32 != &bf16) text += "; fp32 and fp16 GEMM: " + fp32.describe(DType::kFloat32);
   return text;
+}
+
+Result<const TuningSource*> tuning_source() {
+  static const TuningSource kSource{"cpu", host_model() + ", " + std::to_string(thread_count(0)) + " threads", "none",
+                                    describe(), version()};
+  return &kSource;
 }
 
 Status supports(const ResolvedProblem& r, const Execution&) {
@@ -40,6 +47,8 @@ const Implementation kBlockedCpu = {
     .combine = combine_host,
     .forward = blocked_forward,
     .backward = blocked_backward,
+    .configurations = blocked_configurations,
+    .tuning_source = tuning_source,
 };
 
 }  // namespace lmhead

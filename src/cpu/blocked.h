@@ -124,6 +124,7 @@ struct RowTiles {
   bool lone() const { return count % tile == 1; }
 };
 
+std::span<const Configuration> blocked_configurations(Operation operation);
 Result<WorkspaceSize> blocked_forward_workspace(const ResolvedProblem& r, const Execution& e);
 Status blocked_forward_partial(const ResolvedProblem& r, const Matrix& state, const Execution& e);
 Status blocked_forward(const ResolvedProblem& r, const ForwardOutputs& out, const Execution& e);

@@ -36,6 +36,10 @@ struct Vocabulary {
   }
 };
 
+/// Rows of a tile, where the budget and the thread count leave the choice.
+constexpr std::int64_t kTileRows = 128;
+constexpr Configuration kConfigurations[] = {{kDefaultConfiguration, kTileRows}, {"rows_64", 64}, {"rows_256", 256}};
+
 /// Sizes that fit the budget. None changes a result bit.
 struct Plan {
   int threads = 1;
@@ -116,7 +120,9 @@ Result<Plan> make_plan(const ResolvedProblem& r, const Execution& e) {
   const std::int64_t per_row = std::ssize(vocabulary.segments) * static_cast<std::int64_t>(sizeof(SoftmaxState)) +
                                r.h * static_cast<std::int64_t>(size_of(plan.x_type));
   std::size_t least = 0;
-  for (std::int64_t tile : {128, 64, 32, 16, 4}) {
+  const std::int64_t first_tile = r.configuration != nullptr ? r.configuration->value : kTileRows;
+  for (std::int64_t tile : {256, 128, 64, 32, 16, 4}) {
+    if (tile > first_tile) continue;
     plan.tile_rows = std::min(tile, std::max<std::int64_t>(r.n, 1));
     plan.group_rows = std::clamp(quarter / per_row / tile * tile, plan.tile_rows, std::max<std::int64_t>(r.n, 1));
     plan.threads = 1;
@@ -272,6 +278,11 @@ Status for_each_chunk(const ResolvedProblem& r, const Execution& e, SoftmaxState
 }
 
 }  // namespace
+
+std::span<const Configuration> blocked_configurations(Operation operation) {
+  // The backward's tiles cut the sums over rows: other tiles would be other bits.
+  return operation == Operation::kBackward ? std::span<const Configuration>() : kConfigurations;
+}
 
 Result<WorkspaceSize> blocked_forward_workspace(const ResolvedProblem& r, const Execution& e) {
   const ResolvedProblem part = first_chunk(r);

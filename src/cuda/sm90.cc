@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/tune_device.h"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 #include "cuda/selected.h"
@@ -25,6 +26,12 @@ constexpr std::size_t kForwardBytes = std::size_t{128} << 20;
 constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 2 * kTileColumns;
 
 Status unsupported(const std::string& why) { return {StatusCode::kUnsupported, why}; }
+
+/// Configurations differ in the order in which tiles are dealt, which no result depends on: how many row blocks
+/// share weight tiles in L2, in per cent of the default.
+constexpr Configuration kConfigurations[] = {
+    {kDefaultConfiguration, 100}, {"l2_half", 50}, {"l2_double", 200}, {"l2_quadruple", 400}};
+std::int64_t l2_percent(const ResolvedProblem& r) { return r.configuration != nullptr ? r.configuration->value : 100; }
 
 Status check_tensor(const char* name, const ConstMatrix& m) {
   if (m.rows == 0) return {};
@@ -206,7 +213,7 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
     work.count = count;
     work.partial_stride = rows;
     work.max_rows = static_cast<int>(rows);
-    work.group = l2_group(ceil_div(rows, kTileRows), r.h);
+    work.group = l2_group(ceil_div(rows, kTileRows), r.h, l2_percent(r));
     if (any)
       LMHEAD_RETURN_IF_ERROR(
           launch_forward(work, r.compute, r.given.entropy != EntropyMode::kOff, multiprocessors, stream));
@@ -407,7 +414,7 @@ class Backward {
     dlogits.compacted = l_.common.compacted;
     dlogits.max_rows = static_cast<int>(rows);
     dlogits.h = static_cast<int>(r_.h);
-    dlogits.group = l2_group(ceil_div(rows, kTileRows), r_.h);
+    dlogits.group = l2_group(ceil_div(rows, kTileRows), r_.h, l2_percent(r_));
 
     GemmWork gemm{};
     LMHEAD_RETURN_IF_ERROR(hidden_map(&gemm.hidden, r_, begin_ + begin, rows, kTileDepth));
@@ -535,6 +542,8 @@ const Implementation kSm90Cuda = {
     .forward = [](const ResolvedProblem& r, const ForwardOutputs& o,
                   const Execution& e) { return cuda::sm90::run_forward(r, o, nullptr, e); },
     .backward = cuda::sm90::run_backward,
+    .configurations = [](Operation) { return std::span<const Configuration>(cuda::sm90::kConfigurations); },
+    .tuning_source = [] { return cuda::tuning_source("sm90"); },
 };
 
 }  // namespace lmhead

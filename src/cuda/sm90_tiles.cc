@@ -53,8 +53,9 @@ double backward_steps(std::int64_t rows, std::int64_t h, std::int64_t v, std::in
 
 }  // namespace
 
-int l2_group(std::int64_t row_blocks, std::int64_t h) {
-  const std::int64_t most = std::clamp<std::int64_t>(kHiddenBytesInL2 / (kTileRows * h * 2), 8, 24);
+int l2_group(std::int64_t row_blocks, std::int64_t h, std::int64_t percent) {
+  const std::int64_t half_of_l2 = std::clamp<std::int64_t>(kHiddenBytesInL2 / (kTileRows * h * 2), 8, 24);
+  const std::int64_t most = std::max<std::int64_t>(1, half_of_l2 * percent / 100);
   const std::int64_t groups = ceil_div(std::max<std::int64_t>(row_blocks, 1), most);
   return static_cast<int>(ceil_div(std::max<std::int64_t>(row_blocks, 1), groups));
 }

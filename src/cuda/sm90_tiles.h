@@ -10,8 +10,8 @@ namespace lmhead::cuda::sm90 {
 
 inline constexpr int kTileRows = 128, kTileColumns = 256, kNarrowColumns = 64, kTileDepth = 64;
 
-/// Row blocks that share weight tiles in L2: their hidden rows fill about half of it.
-int l2_group(std::int64_t row_blocks, std::int64_t h);
+/// Row blocks that share weight tiles in L2: their hidden rows fill about half of it, or `percent` of that.
+int l2_group(std::int64_t row_blocks, std::int64_t h, std::int64_t percent = 100);
 
 /// Rows of a forward chunk whose bytes (partial states, gathered hidden rows) fit, evened out over the
 /// chunks; a multiple of kTileRows, 0 when not even one tile fits.

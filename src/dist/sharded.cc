@@ -122,7 +122,7 @@ PreparedCall prepare_forward(const Problem& problem, const Communicator& tp, con
                              const Execution& execution) {
   PreparedCall prepared;
   prepared.local = guarded("sharded_forward", [&]() -> Status {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, Operation::kForwardPartial);
     if (!call.ok()) return call.status();
     prepared.call = *call;
     const ResolvedProblem& r = call->problem;
@@ -139,7 +139,7 @@ PreparedCall prepare_backward(const Problem& problem, const Communicator& tp, co
                               const BackwardOutputs& outputs, ReduceHiddenGrad reduce, const Execution& execution) {
   PreparedCall prepared;
   prepared.local = guarded("sharded_backward", [&]() -> Status {
-    Result<Call> call = plan_call(problem, execution);
+    Result<Call> call = plan_call(problem, execution, Operation::kBackward);
     if (!call.ok()) return call.status();
     prepared.call = *call;
     const ResolvedProblem& r = call->problem;
@@ -197,7 +197,7 @@ VocabShard vocab_shard(std::int64_t vocab_size, int rank, int ranks) {
 Result<WorkspaceSize> sharded_workspace_size(const Problem& problem, const Communicator& tp, Operation operation,
                                              ReduceHiddenGrad reduce, const BackwardOutputs& gradients,
                                              const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution);
+  Result<Call> call = plan_call(problem, execution, operation);
   if (!call.ok()) return call.status();
   const ResolvedProblem& r = call->problem;
   std::size_t own = 0;

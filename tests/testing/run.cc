@@ -1,5 +1,6 @@
 #include "testing/run.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -179,6 +180,9 @@ class Runner {
   template <class Fn>
   void call(const Problem& problem, Operation operation, const BackwardOutputs& gradients, const Fn& fn) {
     if (!outcome_.status.ok()) return;
+    const std::vector<std::string> known = configurations(execution_.backend, operation);
+    const bool has = std::find(known.begin(), known.end(), options_.configuration) != known.end();
+    execution_.configuration = has ? options_.configuration.c_str() : kDefaultConfiguration;
     Result<WorkspaceSize> size = workspace_size(problem, operation, gradients, execution_);
     if (!size.ok()) {
       outcome_.status = size.status();

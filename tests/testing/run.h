@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lmhead/lmhead.h"
+#include "lmhead/tuning.h"
 #include "testing/problem.h"
 
 namespace lmhead::testing {
@@ -16,7 +17,8 @@ struct RunOptions {
   int threads = 0;
   std::optional<bool> check = std::nullopt;
   std::size_t workspace_budget = 0;
-  bool own_workspace = true;  ///< false: nullptr, the call allocates (CPU only)
+  std::string configuration = "auto";  ///< of the operations that have it; the others take their default
+  bool own_workspace = true;           ///< false: nullptr, the call allocates (CPU only)
   /// Sizes of the vocabulary shards; empty: the one-shot forward. Shards run forward_partial, combine
   /// and one backward each; the parts of dX are summed on the host.
   std::vector<std::int64_t> shards = {};
