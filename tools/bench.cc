@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "commands.h"
+#include "head_table.h"
 #include "machine.h"
 #include "shape_tables.h"  // written by CMake from shapes/
 
@@ -31,30 +32,6 @@ struct Options {
   int threads = 0, reps = 7;
   bool json = false;
 };
-
-struct Head {
-  std::int64_t h, v;
-  std::optional<double> softcap;
-  double logit_scale;
-};
-
-Head find_head(const std::string& name) {
-  std::istringstream table(kHeadTable);
-  std::string known;
-  for (std::string line; std::getline(table, line);) {
-    if (line.empty() || line[0] == '#') continue;
-    std::istringstream row(line);
-    std::string row_name;
-    Head head{};
-    int tied = 0;
-    double softcap = 0;
-    row >> row_name >> head.h >> head.v >> tied >> softcap >> head.logit_scale;
-    if (softcap > 0) head.softcap = softcap;
-    if (row_name == name) return head;
-    known += (known.empty() ? "" : ", ") + row_name;
-  }
-  throw bad_input("--head: expected one of " + known + ", got " + name);
-}
 
 EntropyMode entropy_mode(const std::string& name) {
   return name == "off" ? EntropyMode::kOff : name == "metric" ? EntropyMode::kMetric : EntropyMode::kGrad;
@@ -77,9 +54,7 @@ std::string output_of(const std::string& command, bool last_line = false) {
 
 BenchRun make_run(const Options& o) {
   BenchRun run{};
-  if (o.head.empty() == (o.hidden == 0 || o.vocab == 0))
-    throw bad_input("--head: expected a name, or --hidden and --vocab, and not both");
-  const Head head = o.head.empty() ? Head{o.hidden, o.vocab, {}, 1.0} : find_head(o.head);
+  const Head head = head_or_sizes(o.head, o.hidden, o.vocab);
   if (o.tokens % o.cp != 0)
     throw bad_input(fmt::format("--cp: expected a divisor of --tokens {}, got {}", o.tokens, o.cp));
   if (head.v % o.tp != 0)

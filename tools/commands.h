@@ -49,6 +49,7 @@ void add_bench(CLI::App& app);   // bench.cc
 void add_pack(CLI::App& app);    // pack.cc
 void add_score(CLI::App& app);   // score.cc
 void add_info(CLI::App& app);    // info.cc
+void add_tune(CLI::App& app);    // tune.cc
 void add_verify(CLI::App& app);  // verify.cc
 
 }  // namespace lmhead::tools

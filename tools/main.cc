@@ -31,6 +31,7 @@ int main(int argc, char** argv) {
   add_verify(app);
   add_info(app);
   add_pack(app);
+  add_tune(app);
 
   try {
     app.parse(argc, argv);
