@@ -66,4 +66,5 @@ NB_MODULE(_core, m) {
   lmhead::python::bind_distributed(m);
   lmhead::python::bind_packing(m);
   lmhead::python::bind_support(m);
+  lmhead::python::bind_tuning(m);
 }

@@ -56,5 +56,6 @@ void bind_calls(nb::module_& m);        // bindings.cc
 void bind_distributed(nb::module_& m);  // bindings_distributed.cc
 void bind_packing(nb::module_& m);      // bindings_packing.cc
 void bind_support(nb::module_& m);      // bindings_support.cc
+void bind_tuning(nb::module_& m);       // bindings_tuning.cc
 
 }  // namespace lmhead::python

@@ -47,6 +47,7 @@ __all__ = [
     "selected_logprobs",
     "support_logprobs",
     "total_alignment",
+    "tune",
     "unpacked_alignment",
 ]
 __version__: str = _core.version()
@@ -63,6 +64,7 @@ _LAZY = {
     "packed_support_logprobs": "packed_support",
     "selected_logprobs": "selected",
     "support_logprobs": "support",
+    "tune": "tuning",
 }
 
 
