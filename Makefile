@@ -81,7 +81,7 @@ check:
 	@command -v clang-format > /dev/null || { echo 'check: clang-format is missing'; exit 1; }
 	@$(SOURCES) | xargs clang-format --dry-run -Werror
 	@! grep -nE '^ *# *include *[<"](cuda|cublas|nccl|mpi|torch|ATen|c10|Python|pybind11|nanobind)' \
-		$$(git ls-files include src | grep -vE '^src/(cuda/|dist/(mpi|nccl|store_rows))' | grep -E '[.](cc|h)$$')
+		$$(git ls-files include src | grep -vE '^src/(cuda/|dist/(mpi|nccl|local_cuda|row_moves|store_rows))' | grep -E '[.](cc|h)$$')
 	@echo 'check: clang-format and includes are clean'
 
 # ctest of one preset; its closing lines go to build/summary, which `make test` ends with.

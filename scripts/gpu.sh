@@ -23,7 +23,7 @@ case $SUITE in tests | sanitize | bench | all) ;; *)
 esac
 
 # Programs that run every backend as a parameter.
-TESTS="$(sed -n 's/^ *lmhead_backend_test(\([a-z_]*\))/\1/p' tests/CMakeLists.txt | tr '\n' ' ')cuda_test"
+TESTS="$(sed -n 's/^ *lmhead_backend_test(\([a-z_]*\))/\1/p' tests/CMakeLists.txt | tr '\n' ' ')cuda_test packed_test vocab_parallel_test communicator_test"
 
 if [ -z "$PREBUILT" ]; then
   targets="$TESTS cuda_plan_test"
@@ -62,7 +62,7 @@ record() {
 
 run_tests() {
   for test in $TESTS; do
-    record "$test" 110 "$BUILD/tests/$test" --gtest_brief=1 --gtest_filter='*cuda_portable*:*sm90*'
+    record "$test" 110 "$BUILD/tests/$test" --gtest_brief=1 --gtest_filter='*cuda*:*sm90*'
   done
 }
 

@@ -3,13 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "core/element.h"
 #include "rank_threads.h"
+#include "sharded_run.h"
+#include "testing.h"
 
 namespace lmhead {
 namespace {
@@ -17,29 +21,89 @@ namespace {
 using std::chrono::milliseconds;
 using testing::run_ranks;
 
-TEST(Communicator, GathersInRankOrderAndInPlace) {
+/// Ranks on host memory, and on the CUDA device where there is one; each rank on a stream of its own.
+class CommunicatorOn : public ::testing::TestWithParam<Device> {};
+
+std::vector<Device> devices() {
+  std::vector<Device> list;
+  for (const BackendInfo& backend : testing::available_backends())
+    if (list.empty() || std::find(list.begin(), list.end(), backend.device) == list.end())
+      list.push_back(backend.device);
+  return list;
+}
+
+testing::Buffer floats(Device device, const std::vector<double>& values, DType dtype) {
+  std::vector<std::byte> bytes(values.size() * size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    store_float(bytes.data(), dtype, static_cast<std::int64_t>(i), values[i]);
+  return {testing::arena(device), bytes};
+}
+
+std::vector<double> read(const testing::Buffer& buffer, DType dtype) {
+  const std::vector<std::byte> bytes = buffer.download();
+  std::vector<double> values(bytes.size() / size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    values[i] = load_float(bytes.data(), dtype, static_cast<std::int64_t>(i));
+  EXPECT_TRUE(buffer.guards_intact());
+  return values;
+}
+
+TEST_P(CommunicatorOn, GathersInRankOrderAndInPlace) {
+  constexpr DType kType = DType::kFloat32;
   for (const int ranks : {1, 2, 3, 8}) {
-    const auto statuses = run_ranks(ranks, [&](Communicator& c) -> Status {
-      std::vector<int> apart(static_cast<std::size_t>(ranks), -1), in_place = apart;
-      const std::size_t own = static_cast<std::size_t>(c.rank());
-      const int value = 100 + c.rank();
-      in_place[own] = value;
-      LMHEAD_RETURN_IF_ERROR(c.all_gather(&value, apart.data(), sizeof value));
-      LMHEAD_RETURN_IF_ERROR(c.all_gather(&in_place[own], in_place.data(), sizeof value));
-      for (int r = 0; r < ranks; ++r) {
-        EXPECT_EQ(apart[static_cast<std::size_t>(r)], 100 + r);
-        EXPECT_EQ(in_place[static_cast<std::size_t>(r)], 100 + r);
-      }
-      LMHEAD_RETURN_IF_ERROR(c.all_gather(nullptr, nullptr, 0));
-      EXPECT_EQ(c.traffic().all_gathers, 3);
-      EXPECT_EQ(c.traffic().bytes_sent, 2 * 4 * (ranks - 1));
-      return {};
-    });
+    const auto statuses = run_ranks(
+        ranks,
+        [&](Communicator& c) -> Status {
+          EXPECT_EQ(c.device(), GetParam());
+          EXPECT_STREQ(c.transport(), "local");
+          const testing::Stream stream(testing::arena(GetParam()));
+          const std::size_t own = static_cast<std::size_t>(c.rank()), all = static_cast<std::size_t>(ranks);
+          std::vector<double> start(all, -1), expected(all);
+          start[own] = 100 + c.rank();
+          for (std::size_t r = 0; r < all; ++r) expected[r] = 100 + static_cast<double>(r);
+          const testing::Buffer value = floats(GetParam(), {100.0 + c.rank()}, kType);
+          const testing::Buffer apart = floats(GetParam(), std::vector<double>(all, -1), kType);
+          const testing::Buffer in_place = floats(GetParam(), start, kType);
+          LMHEAD_RETURN_IF_ERROR(c.all_gather(value.data(), apart.data(), 4, stream.get()));
+          LMHEAD_RETURN_IF_ERROR(c.all_gather(in_place.data() + 4 * own, in_place.data(), 4, stream.get()));
+          EXPECT_EQ(read(apart, kType), expected);
+          EXPECT_EQ(read(in_place, kType), expected);
+          LMHEAD_RETURN_IF_ERROR(c.all_gather(nullptr, nullptr, 0, stream.get()));
+          EXPECT_EQ(c.traffic().all_gathers, 3);
+          EXPECT_EQ(c.traffic().bytes_sent, 2 * 4 * (ranks - 1));
+          return {};
+        },
+        std::chrono::seconds(30), GetParam());
     for (const Status& s : statuses) EXPECT_TRUE(s.ok()) << s.to_string();
   }
 }
 
-TEST(Communicator, SumsInRankOrderWithOneRounding) {
+/// Each message is made from the one before it on every rank's own stream, and then overwritten: a rank whose stream
+/// runs ahead of another's reading or writing shows.
+TEST_P(CommunicatorOn, CallsFollowEachOtherOnEveryRanksStream) {
+  constexpr int kRanks = 4, kCalls = 30;
+  constexpr std::int64_t kCount = 1 << 14;
+  constexpr DType kType = DType::kFloat32;
+  const auto statuses = run_ranks(
+      kRanks,
+      [&](Communicator& c) -> Status {
+        const testing::Stream stream(testing::arena(GetParam()));
+        const testing::Buffer data = floats(GetParam(), std::vector<double>(kCount, c.rank() == 0 ? 1 : 0), kType);
+        const testing::Buffer all = floats(GetParam(), std::vector<double>(kCount * kRanks, -1), kType);
+        for (int i = 0; i < kCalls; ++i) {
+          // Rank r gets the sum over ranks of rank r's own message, 4 times it; rank 0's value grows 4 times a call.
+          LMHEAD_RETURN_IF_ERROR(c.all_gather(data.data(), all.data(), kCount * 4, stream.get()));
+          LMHEAD_RETURN_IF_ERROR(c.reduce_scatter_sum(all.data(), data.data(), kCount, kType, stream.get()));
+        }
+        LMHEAD_RETURN_IF_ERROR(c.all_reduce_sum(data.data(), kCount, kType, stream.get()));
+        EXPECT_EQ(read(data, kType), std::vector<double>(kCount, std::ldexp(1.0, 2 * kCalls)));
+        return {};
+      },
+      std::chrono::seconds(30), GetParam());
+  for (const Status& s : statuses) EXPECT_TRUE(s.ok()) << s.to_string();
+}
+
+TEST_P(CommunicatorOn, SumsInRankOrderWithOneRounding) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
     for (const int ranks : {1, 3, 4}) {
       constexpr std::int64_t kCount = 7;  // no multiple of the ranks
@@ -54,21 +118,31 @@ TEST(Communicator, SumsInRankOrderWithOneRounding) {
         }
         expected[static_cast<std::size_t>(i)] = dtype == DType::kFloat64 ? sum64 : round_to(dtype, sum32);
       }
-      const auto statuses = run_ranks(ranks, [&](Communicator& c) -> Status {
-        std::vector<std::byte> all(size_of(dtype) * expected.size()), part(size_of(dtype) * kCount);
-        for (std::int64_t i = 0; i < kCount * ranks; ++i) store_float(all.data(), dtype, i, value(c.rank(), i));
-        LMHEAD_RETURN_IF_ERROR(c.reduce_scatter_sum(all.data(), part.data(), kCount, dtype));
-        for (std::int64_t i = 0; i < kCount; ++i)
-          EXPECT_EQ(load_float(part.data(), dtype, i), expected[static_cast<std::size_t>(c.rank() * kCount + i)]);
-        LMHEAD_RETURN_IF_ERROR(c.all_reduce_sum(all.data(), kCount, dtype));
-        for (std::int64_t i = 0; i < kCount; ++i)
-          EXPECT_EQ(load_float(all.data(), dtype, i), expected[static_cast<std::size_t>(i)]);
-        return {};
-      });
+      const auto statuses = run_ranks(
+          ranks,
+          [&](Communicator& c) -> Status {
+            const testing::Stream stream(testing::arena(GetParam()));
+            std::vector<double> own(expected.size());
+            for (std::size_t i = 0; i < own.size(); ++i) own[i] = value(c.rank(), static_cast<std::int64_t>(i));
+            const testing::Buffer all = floats(GetParam(), own, dtype);
+            const testing::Buffer part = floats(GetParam(), std::vector<double>(kCount), dtype);
+            LMHEAD_RETURN_IF_ERROR(c.reduce_scatter_sum(all.data(), part.data(), kCount, dtype, stream.get()));
+            const auto begin = expected.begin() + c.rank() * kCount;
+            EXPECT_EQ(read(part, dtype), std::vector<double>(begin, begin + kCount));
+            LMHEAD_RETURN_IF_ERROR(c.all_reduce_sum(all.data(), kCount, dtype, stream.get()));
+            std::vector<double> whole = read(all, dtype);
+            whole.resize(kCount);
+            EXPECT_EQ(whole, std::vector<double>(expected.begin(), expected.begin() + kCount));
+            return {};
+          },
+          std::chrono::seconds(30), GetParam());
       for (const Status& s : statuses) EXPECT_TRUE(s.ok()) << s.to_string();
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Devices, CommunicatorOn, ::testing::ValuesIn(devices()),
+                         [](const auto& test) { return std::string(test.param == Device::kCpu ? "cpu" : "cuda"); });
 
 TEST(Communicator, ARankThatIsGoneEndsTheOthersAtOnce) {
   const auto start = std::chrono::steady_clock::now();

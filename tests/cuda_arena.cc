@@ -47,10 +47,20 @@ class CudaArena final : public Arena {
   }
   void upload(void* to, const void* from, std::size_t bytes) override {
     require(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "upload");
+    require(cudaStreamSynchronize(nullptr), "upload");  // a pageable copy may return before it has arrived
   }
   void download(void* to, const void* from, std::size_t bytes) override {
     require(cudaDeviceSynchronize(), "work before a download");
     require(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "download");
+  }
+
+  void* make_stream() override {
+    cudaStream_t stream = nullptr;
+    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    return stream;
+  }
+  void release_stream(void* stream) override {
+    require(cudaStreamDestroy(static_cast<cudaStream_t>(stream)), "cudaStreamDestroy");
   }
 
   std::vector<float> multiply(DType type, const std::vector<float>& a, const std::vector<float>& b, std::int64_t m,

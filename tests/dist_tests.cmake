@@ -1,6 +1,5 @@
 # Tests over several ranks: threads everywhere, MPI where the build has it.
-lmhead_test(communicator_test dist communicator_test.cc)
-foreach(name packed_test vocab_parallel_test)
+foreach(name communicator_test packed_test vocab_parallel_test)
   lmhead_test(${name} dist ${name}.cc sharded_run.cc)
   target_link_libraries(${name} PRIVATE lmhead_testing)
 endforeach()

@@ -4,32 +4,27 @@
 #include "rank_threads.h"
 
 namespace lmhead::testing {
-namespace {
 
-std::vector<double> to_doubles(const std::vector<std::byte>& bytes, DType dtype) {
-  std::vector<double> values(bytes.size() / size_of(dtype));
+RankOutput::RankOutput(Arena& arena, DType dtype, std::int64_t count)
+    : dtype_(dtype), count_(count), buffer_(arena, static_cast<std::size_t>(count) * size_of(dtype)) {}
+
+std::vector<double> RankOutput::values() const {
+  const std::vector<std::byte> bytes = buffer_.download();
+  std::vector<double> values(static_cast<std::size_t>(count_));
   for (std::size_t i = 0; i < values.size(); ++i)
-    values[i] = load_float(bytes.data(), dtype, static_cast<std::int64_t>(i));
+    values[i] = load_float(bytes.data(), dtype_, static_cast<std::int64_t>(i));
   return values;
 }
 
-/// An output that starts as NaN.
-struct Output {
-  DType dtype;
-  std::vector<std::byte> bytes;
-  Output(DType type, std::int64_t count)
-      : dtype(type), bytes(static_cast<std::size_t>(count) * size_of(type), std::byte{0xff}) {}
-  std::int64_t count() const { return static_cast<std::int64_t>(bytes.size() / size_of(dtype)); }
-  Vector vector() { return {bytes.data(), count(), 1, dtype}; }
-  ConstVector input() const { return {bytes.data(), count(), 1, dtype}; }
-  Matrix matrix(std::int64_t cols) { return {bytes.data(), cols == 0 ? 0 : count() / cols, cols, cols, dtype}; }
-  std::vector<double> values() const { return to_doubles(bytes, dtype); }
-};
+RankWorkspace::RankWorkspace(Arena& arena, int rank, const Result<WorkspaceSize>& size, Execution& execution) {
+  if (!size.ok() || (arena.device() == Device::kCpu && rank % 2 == 1)) return;
+  buffer_ = std::make_unique<Buffer>(arena, size->bytes);
+  execution.workspace = buffer_->data();
+  execution.workspace_bytes = size->bytes;
+}
 
-}  // namespace
-
-Problem shard_of(const TestProblem& problem, VocabShard shard) {
-  Problem p = problem.host();
+Problem shard_of(const Problem& whole, VocabShard shard) {
+  Problem p = whole;
   p.weight.data = row_data(p.weight, shard.start);
   p.weight.rows = shard.size;
   if (!p.bias.absent()) {
@@ -38,9 +33,11 @@ Problem shard_of(const TestProblem& problem, VocabShard shard) {
     p.bias.size = shard.size;
   }
   p.vocab_start = shard.start;
-  p.vocab_size = problem.spec.v;
+  p.vocab_size = whole.weight.rows;
   return p;
 }
+
+Problem shard_of(const TestProblem& problem, VocabShard shard) { return shard_of(problem.host(), shard); }
 
 RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Communicator& tp,
                     const ShardedOptions& options) {
@@ -50,9 +47,14 @@ RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Comm
     for (int r = 0; r < tp.rank(); ++r) shard.start += options.shards[static_cast<std::size_t>(r)];
     shard.size = options.shards[static_cast<std::size_t>(tp.rank())];
   }
-  const Problem p = shard_of(problem, shard);
+  Arena& memory = arena(backend.device);
+  const Stream stream(memory);
+  const PlacedProblem placed(problem, memory);
+  const Problem p = shard_of(placed.problem(), shard);
   Execution execution;
   execution.backend = backend.name.c_str();
+  execution.device = backend.device;
+  execution.stream = stream.get();
   execution.check = options.check;
   execution.threads = 1;
   const std::int64_t n = problem.spec.n, h = problem.spec.h;
@@ -60,7 +62,7 @@ RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Comm
   const bool with_entropy = p.entropy != EntropyMode::kOff;
 
   RankResult out;
-  Output logprob(result, n), entropy(result, with_entropy ? n : 0), lse(result, n);
+  const RankOutput logprob(memory, result, n), entropy(memory, result, with_entropy ? n : 0), lse(memory, result, n);
   ForwardOutputs outputs{logprob.vector(), {}, lse.vector()};
   if (with_entropy) outputs.entropy = entropy.vector();
   const Traffic before = tp.traffic();
@@ -70,34 +72,49 @@ RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Comm
                    now.reduce_scatters - start.reduce_scatters, now.exchanges - start.exchanges,
                    now.bytes_sent - start.bytes_sent};
   };
-  out.status = sharded_forward(p, tp, outputs, execution);
+  const auto failed = [&out](const char* what) {
+    if (out.status.ok()) out.status = {StatusCode::kInternal, what};
+  };
+  Execution forward = execution;
+  const RankWorkspace forward_memory(
+      memory, tp.rank(), sharded_workspace_size(p, tp, Operation::kForward, ReduceHiddenGrad::kNone, {}, execution),
+      forward);
+  out.status = sharded_forward(p, tp, outputs, forward);
   out.forward = since(before);
   out.logprob = logprob.values();
   out.entropy = entropy.values();
   out.lse = lse.values();
-  if (!out.status.ok() || p.inference_only) return out;
+  if (!forward_memory.intact()) failed("memory around the workspace of the forward was written");
+  if (!out.status.ok() || options.forward_only) return out;
 
   const std::int64_t rows = options.reduce == ReduceHiddenGrad::kReduceScatter ? n / tp.size() : n;
-  Output dx(options.fp32_gradients ? result : problem.spec.hidden, rows * h);
-  Output dw(options.fp32_gradients ? result : problem.spec.weight, shard.size * h);
-  Output db(options.fp32_gradients || p.bias.absent() ? result : p.bias.dtype, p.bias.absent() ? 0 : shard.size);
+  const RankOutput dx(memory, options.fp32_gradients ? result : problem.spec.hidden, rows * h);
+  const RankOutput dw(memory, options.fp32_gradients ? result : problem.spec.weight, shard.size * h);
+  const RankOutput db(memory, options.fp32_gradients || p.bias.absent() ? result : p.bias.dtype,
+                      p.bias.absent() ? 0 : shard.size);
   BackwardInputs inputs;
   inputs.lse = lse.input();
-  inputs.dlogprob = problem.dlogprob.vector(problem.dlogprob.bytes.data());
+  inputs.dlogprob = placed.dlogprob();
   if (p.entropy == EntropyMode::kGrad) {
     inputs.entropy = entropy.input();
-    inputs.dentropy = problem.dentropy.vector(problem.dentropy.bytes.data());
+    inputs.dentropy = placed.dentropy();
   }
   BackwardOutputs gradients;
   gradients.hidden = dx.matrix(h);
   if (shard.size > 0) gradients.weight = dw.matrix(h);
   if (!p.bias.absent() && shard.size > 0) gradients.bias = db.vector();
   const Traffic between = tp.traffic();
-  out.status = sharded_backward(p, tp, inputs, gradients, options.reduce, execution);
+  Execution backward = execution;
+  const RankWorkspace backward_memory(
+      memory, tp.rank(), sharded_workspace_size(p, tp, Operation::kBackward, options.reduce, gradients, execution),
+      backward);
+  out.status = sharded_backward(p, tp, inputs, gradients, options.reduce, backward);
   out.backward = since(between);
   out.dx = dx.values();
   out.dw = dw.values();
   out.db = db.values();
+  if (!backward_memory.intact()) failed("memory around the workspace of the backward was written");
+  if (!placed.changed_input().empty()) failed("an input was written");
   return out;
 }
 
@@ -135,11 +152,14 @@ Outcome assemble(const std::vector<RankResult>& ranks, ReduceHiddenGrad reduce, 
 Outcome run_threads(const BackendInfo& backend, const TestProblem& problem, int tp, const ShardedOptions& options,
                     std::string& failure, Traffic* forward, Traffic* backward) {
   std::vector<RankResult> results(static_cast<std::size_t>(tp));
-  const auto statuses = run_ranks(tp, [&](Communicator& c) {
-    RankResult& mine = results[static_cast<std::size_t>(c.rank())];
-    mine = run_rank(backend, problem, c, options);
-    return mine.status;
-  });
+  run_ranks(
+      tp,
+      [&](Communicator& c) {
+        RankResult& mine = results[static_cast<std::size_t>(c.rank())];
+        mine = run_rank(backend, problem, c, options);
+        return mine.status;
+      },
+      std::chrono::seconds(30), backend.device);
   if (forward != nullptr) *forward = results.front().forward;
   if (backward != nullptr) *backward = results.front().backward;
   return assemble(results, options.reduce, failure);

@@ -10,7 +10,7 @@
 #include "lmhead/parallel.h"
 #include "rank_threads.h"
 #include "sharded_run.h"
-#include "testing/check.h"
+#include "testing.h"
 
 namespace lmhead {
 namespace {
@@ -24,15 +24,20 @@ RunOptions as_run(const ShardedOptions& options, bool entropy_gradient = true) {
   return run;
 }
 
-/// Runs over `tp` threads and checks every promise of section 2 against fp64.
+/// Every backend of this machine: on a CUDA device all ranks share it.
+class ShardedBackends : public BackendTest {};
+
+/// Runs over `tp` threads and checks every promise of section 2 against fp64. Not ok where the backend may refuse the
+/// problem.
 Outcome expect_bounds(const BackendInfo& backend, const TestProblem& problem, int tp, const ShardedOptions& options) {
   std::string failure;
   const Outcome outcome = run_threads(backend, problem, tp, options, failure);
+  if (outcome.status.code() == StatusCode::kUnsupported && !must_run(backend, problem)) return outcome;
   const std::string what = backend.name + " tp " + std::to_string(tp) + " " + problem.spec.name();
   EXPECT_TRUE(outcome.ok()) << what << ": " << outcome.message();
   EXPECT_EQ(failure, "") << what;
   if (outcome.ok()) {
-    const Report report = check(problem, as_run(options), outcome, arena(Device::kCpu));
+    const Report report = check(problem, as_run(options), outcome, arena(backend.device));
     EXPECT_TRUE(report.ok()) << what << ": " << report.failure;
   }
   return outcome;
@@ -54,90 +59,67 @@ TEST(VocabShard, CutsAsTorchChunkDoes) {
 }
 
 /// tp 1, 2, 4, 8 give one set of bits; 3 and every other cut stay within the bounds.
-TEST(Sharded, ValuesBitsAndGradientsOverTp) {
-  for (const BackendInfo& backend : cpu_backends()) {
-    for (const Data data : {Data::kFlat, Data::kVeryPeaked, Data::kLow, Data::kOutliers}) {
-      const TestProblem problem(
-          {.n = 24, .h = 40, .v = 8 * 331, .data = data, .bias = DType::kFloat32, .ignore_every = 7});
-      Outcome one;
-      for (const int tp : {1, 2, 3, 4, 8}) {
-        for (const ReduceHiddenGrad reduce :
-             {ReduceHiddenGrad::kNone, ReduceHiddenGrad::kSum, ReduceHiddenGrad::kReduceScatter}) {
-          // A part that the caller sums is compared in fp32: how it is rounded is the caller's.
-          const Outcome outcome = expect_bounds(
-              backend, problem, tp, {.reduce = reduce, .fp32_gradients = reduce == ReduceHiddenGrad::kNone});
-          if (tp == 1) one = outcome;
-          if (tp == 3) continue;
-          EXPECT_EQ(first_difference(outcome.logprob, one.logprob), "") << backend.name << " tp " << tp;
-          EXPECT_EQ(first_difference(outcome.entropy, one.entropy), "") << backend.name << " tp " << tp;
-          EXPECT_EQ(first_difference(outcome.lse, one.lse), "") << backend.name << " tp " << tp;
-        }
+TEST_P(ShardedBackends, ValuesBitsAndGradientsOverTp) {
+  for (const Data data : {Data::kFlat, Data::kVeryPeaked, Data::kLow, Data::kOutliers}) {
+    const TestProblem problem(
+        {.n = 24, .h = 40, .v = 8 * 331, .data = data, .bias = DType::kFloat32, .ignore_every = 7});
+    Outcome one;
+    for (const int tp : {1, 2, 3, 4, 8}) {
+      for (const ReduceHiddenGrad reduce :
+           {ReduceHiddenGrad::kNone, ReduceHiddenGrad::kSum, ReduceHiddenGrad::kReduceScatter}) {
+        // A part that the caller sums is compared in fp32: how it is rounded is the caller's.
+        const Outcome outcome = expect_bounds(backend(), problem, tp,
+                                              {.reduce = reduce, .fp32_gradients = reduce == ReduceHiddenGrad::kNone});
+        if (tp == 1) one = outcome;
+        if (tp == 3 || !is_batch_invariant(backend())) continue;
+        EXPECT_EQ(first_difference(outcome.logprob, one.logprob), "") << "tp " << tp;
+        EXPECT_EQ(first_difference(outcome.entropy, one.entropy), "") << "tp " << tp;
+        EXPECT_EQ(first_difference(outcome.lse, one.lse), "") << "tp " << tp;
       }
     }
   }
 }
 
-TEST(Sharded, OctantsLongerThanASegmentKeepTheirBits) {
-  for (const BackendInfo& backend : cpu_backends()) {
-    const TestProblem problem({.n = 5, .h = 16, .v = 8 * 1100});
-    const Outcome one = expect_bounds(backend, problem, 1, {});
-    for (const int tp : {2, 4, 8}) {
-      const Outcome outcome = expect_bounds(backend, problem, tp, {});
-      EXPECT_EQ(first_difference(outcome.logprob, one.logprob), "") << backend.name << " tp " << tp;
-      EXPECT_EQ(first_difference(outcome.entropy, one.entropy), "") << backend.name << " tp " << tp;
-    }
+TEST_P(ShardedBackends, OctantsLongerThanASegmentKeepTheirBits) {
+  const TestProblem problem({.n = 5, .h = 16, .v = 8 * 1100});
+  const Outcome one = expect_bounds(backend(), problem, 1, {});
+  for (const int tp : {2, 4, 8}) {
+    const Outcome outcome = expect_bounds(backend(), problem, tp, {});
+    if (!is_batch_invariant(backend())) continue;
+    EXPECT_EQ(first_difference(outcome.logprob, one.logprob), "") << "tp " << tp;
+    EXPECT_EQ(first_difference(outcome.entropy, one.entropy), "") << "tp " << tp;
   }
 }
 
-TEST(Sharded, RaggedAndEmptyShardsAndSmallSizes) {
-  for (const BackendInfo& backend : cpu_backends()) {
-    for (const std::int64_t v : {50257, 49155}) expect_bounds(backend, TestProblem({.n = 3, .h = 8, .v = v}), 3, {});
-    const TestProblem problem(
-        {.n = 6, .h = 16, .v = 2050, .row_temperature = true, .softcap = 5.0, .valid_vocab = 2049});
-    for (const std::vector<std::int64_t>& shards :
-         std::vector<std::vector<std::int64_t>>{{0, 2050}, {2050, 0, 0}, {1, 2048, 1}, {1023, 0, 1027}})
-      expect_bounds(backend, problem, static_cast<int>(shards.size()), {.shards = shards});
-    expect_bounds(backend, TestProblem({.n = 1, .h = 1, .v = 1}), 3, {});
-    expect_bounds(backend, TestProblem({.n = 4, .h = 3, .v = 2}), 4, {.reduce = ReduceHiddenGrad::kReduceScatter});
-    for (const DType dtype : {DType::kFloat16, DType::kFloat32})
-      expect_bounds(backend, TestProblem({.n = 8, .h = 24, .v = 272, .hidden = dtype, .weight = dtype}), 4, {});
-    std::string failure;
-    EXPECT_TRUE(run_threads(backend, TestProblem({.n = 0, .h = 4, .v = 9}), 2, {}, failure).ok());
-  }
-  const BackendInfo reference = cpu_backends().back();
-  ASSERT_EQ(reference.name, "reference");
-  expect_bounds(reference, TestProblem({.n = 6, .h = 8, .v = 40, .hidden = DType::kFloat64, .weight = DType::kFloat64}),
-                4, {});
+TEST_P(ShardedBackends, RaggedAndEmptyShardsAndSmallSizes) {
+  for (const std::int64_t v : {50257, 49155}) expect_bounds(backend(), TestProblem({.n = 3, .h = 8, .v = v}), 3, {});
+  const TestProblem problem({.n = 6, .h = 16, .v = 2050, .row_temperature = true, .softcap = 5.0, .valid_vocab = 2049});
+  for (const std::vector<std::int64_t>& shards :
+       std::vector<std::vector<std::int64_t>>{{0, 2050}, {2050, 0, 0}, {1, 2048, 1}, {1023, 0, 1027}})
+    expect_bounds(backend(), problem, static_cast<int>(shards.size()), {.shards = shards});
+  expect_bounds(backend(), TestProblem({.n = 1, .h = 1, .v = 1}), 3, {});
+  expect_bounds(backend(), TestProblem({.n = 4, .h = 3, .v = 2}), 4, {.reduce = ReduceHiddenGrad::kReduceScatter});
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64})
+    expect_bounds(backend(), TestProblem({.n = 8, .h = 24, .v = 272, .hidden = dtype, .weight = dtype}), 4, {});
+  std::string failure;
+  EXPECT_TRUE(run_threads(backend(), TestProblem({.n = 0, .h = 8, .v = 9}), 2, {}, failure).ok());
 }
 
 /// The heads of shapes/heads.txt at their whole vocabulary; H is small, since shards do not see it.
-TEST(Sharded, BitsOverTpForEveryRealVocabulary) {
-  const BackendInfo backend = cpu_backends().front();
+TEST_P(ShardedBackends, BitsOverTpForEveryRealVocabulary) {
+  if (backend().name == "reference" || !is_batch_invariant(backend())) GTEST_SKIP() << "slow, or without the promise";
   for (const Head& head : read_heads()) {
     if (head.vocab % 8 != 0) continue;
-    const TestProblem problem({.n = 2, .h = 8, .v = head.vocab, .scale = head.scale, .softcap = head.softcap});
+    const TestProblem problem({.n = 2,
+                               .h = 8,
+                               .v = head.vocab,
+                               .scale = head.scale,
+                               .softcap = head.softcap,
+                               .entropy = EntropyMode::kMetric});
     Outcome one;
     for (const int tp : {1, 2, 4, 8}) {
       std::string failure;
-      std::vector<RankResult> results(static_cast<std::size_t>(tp));
-      run_ranks(tp, [&](Communicator& c) {
-        Problem p = shard_of(problem, vocab_shard(head.vocab, c.rank(), tp));
-        p.entropy = EntropyMode::kMetric;
-        std::vector<float> logprob(2), entropy(2), lse(2);
-        const ForwardOutputs outputs{{logprob.data(), 2, 1, DType::kFloat32},
-                                     {entropy.data(), 2, 1, DType::kFloat32},
-                                     {lse.data(), 2, 1, DType::kFloat32}};
-        Execution execution;
-        execution.backend = backend.name.c_str();
-        execution.threads = 1;
-        RankResult& mine = results[static_cast<std::size_t>(c.rank())];
-        mine.status = sharded_forward(p, c, outputs, execution);
-        mine.logprob.assign(logprob.begin(), logprob.end());
-        mine.entropy.assign(entropy.begin(), entropy.end());
-        mine.lse.assign(lse.begin(), lse.end());
-        return mine.status;
-      });
-      const Outcome outcome = assemble(results, ReduceHiddenGrad::kSum, failure);
+      const Outcome outcome = run_threads(backend(), problem, tp, {.forward_only = true}, failure);
       ASSERT_TRUE(outcome.ok()) << head.name << ": " << outcome.message();
       EXPECT_EQ(failure, "");
       if (tp == 1) one = outcome;
@@ -148,52 +130,48 @@ TEST(Sharded, BitsOverTpForEveryRealVocabulary) {
 }
 
 /// SkyRL's own test: B2 S64 V4096 over 2 and 4 ranks, values within 1e-4, gradients within 5e-3.
-TEST(Sharded, SkyRlShapesAndTolerances) {
+TEST_P(ShardedBackends, SkyRlShapesAndTolerances) {
   const TestProblem problem({.n = 128, .h = 64, .v = 4096, .hidden = DType::kFloat32, .weight = DType::kFloat32});
+  if (!must_run(backend(), problem)) GTEST_SKIP() << "takes no fp32";
   const Scores exact = score(problem, exact_products(problem));
   std::vector<std::int64_t> rows(4096);
   for (std::size_t j = 0; j < rows.size(); ++j) rows[j] = static_cast<std::int64_t>(j);
   const Gradients gradients = exact_gradients(problem, logit_gradients(problem, exact), rows);
-  for (const BackendInfo& backend : cpu_backends()) {
-    for (const int tp : {2, 4}) {
-      std::string failure;
-      const Outcome outcome = run_threads(backend, problem, tp, {}, failure);
-      ASSERT_TRUE(outcome.ok()) << outcome.message();
-      const auto within = [](const std::vector<double>& a, const std::vector<double>& b, double tolerance) {
-        if (a.size() != b.size()) return false;
-        for (std::size_t i = 0; i < a.size(); ++i)
-          if (!(std::fabs(a[i] - b[i]) <= tolerance)) return false;
-        return true;
-      };
-      EXPECT_TRUE(within(outcome.logprob, exact.logprob, 1e-4)) << backend.name;
-      EXPECT_TRUE(within(outcome.entropy, exact.entropy, 1e-4)) << backend.name;
-      EXPECT_TRUE(within(outcome.dx, gradients.dx, 5e-3)) << backend.name;
-      EXPECT_TRUE(within(outcome.dw, gradients.dw, 5e-3)) << backend.name;
-    }
+  for (const int tp : {2, 4}) {
+    std::string failure;
+    const Outcome outcome = run_threads(backend(), problem, tp, {}, failure);
+    ASSERT_TRUE(outcome.ok()) << outcome.message();
+    const auto within = [](const std::vector<double>& a, const std::vector<double>& b, double tolerance) {
+      if (a.size() != b.size()) return false;
+      for (std::size_t i = 0; i < a.size(); ++i)
+        if (!(std::fabs(a[i] - b[i]) <= tolerance)) return false;
+      return true;
+    };
+    EXPECT_TRUE(within(outcome.logprob, exact.logprob, 1e-4));
+    EXPECT_TRUE(within(outcome.entropy, exact.entropy, 1e-4));
+    EXPECT_TRUE(within(outcome.dx, gradients.dx, 5e-3));
+    EXPECT_TRUE(within(outcome.dw, gradients.dw, 5e-3));
   }
 }
 
-TEST(Sharded, MetricEntropyLeavesLogprobAndGradientsAsWithoutIt) {
-  for (const BackendInfo& backend : cpu_backends()) {
-    for (const int tp : {2, 4}) {
-      std::string failure;
-      const Case base{.n = 16, .h = 32, .v = 1032};
-      Case off = base, metric = base;
-      off.entropy = EntropyMode::kOff;
-      metric.entropy = EntropyMode::kMetric;
-      const Outcome a = run_threads(backend, TestProblem(off), tp, {}, failure);
-      const Outcome b = run_threads(backend, TestProblem(metric), tp, {}, failure);
-      ASSERT_TRUE(a.ok() && b.ok()) << a.message() << b.message();
-      EXPECT_EQ(first_difference(a.logprob, b.logprob), "") << backend.name;
-      EXPECT_EQ(first_difference(a.dx, b.dx), "") << backend.name;
-      EXPECT_EQ(first_difference(a.dw, b.dw), "") << backend.name;
-      EXPECT_EQ(b.entropy.size(), 16u);
-    }
+TEST_P(ShardedBackends, MetricEntropyLeavesLogprobAndGradientsAsWithoutIt) {
+  for (const int tp : {2, 4}) {
+    std::string failure;
+    const Case base{.n = 16, .h = 32, .v = 1032};
+    Case off = base, metric = base;
+    off.entropy = EntropyMode::kOff;
+    metric.entropy = EntropyMode::kMetric;
+    const Outcome a = run_threads(backend(), TestProblem(off), tp, {}, failure);
+    const Outcome b = run_threads(backend(), TestProblem(metric), tp, {}, failure);
+    ASSERT_TRUE(a.ok() && b.ok()) << a.message() << b.message();
+    EXPECT_EQ(first_difference(a.logprob, b.logprob), "");
+    EXPECT_EQ(first_difference(a.dx, b.dx), "");
+    EXPECT_EQ(first_difference(a.dw, b.dw), "");
+    EXPECT_EQ(b.entropy.size(), 16u);
   }
 }
 
-TEST(Sharded, OneAllGatherAForwardAndNoneABackward) {
-  const BackendInfo backend = cpu_backends().front();
+TEST_P(ShardedBackends, OneAllGatherAForwardAndNoneABackward) {
   const TestProblem problem({.n = 12, .h = 16, .v = 72});
   for (const int tp : {1, 2, 4}) {
     for (const bool checked : {true, false}) {
@@ -202,7 +180,8 @@ TEST(Sharded, OneAllGatherAForwardAndNoneABackward) {
         std::string failure;
         Traffic forward, backward;
         ASSERT_TRUE(
-            run_threads(backend, problem, tp, {.reduce = reduce, .check = checked}, failure, &forward, &backward).ok());
+            run_threads(backend(), problem, tp, {.reduce = reduce, .check = checked}, failure, &forward, &backward)
+                .ok());
         const std::int64_t others = tp - 1, header = checked ? 512 : 0;
         EXPECT_EQ(forward.all_gathers, 1);
         EXPECT_EQ(forward.exchanges, checked);
@@ -298,6 +277,8 @@ TEST(Sharded, ArgumentsOfTheReduction) {
   EXPECT_EQ(sharded_backward(p, tp, inputs, outputs, ReduceHiddenGrad::kReduceScatter).message(),
             "hidden gradient: expected [5, 8] (rows of this rank after the reduce-scatter), got [4, 8]");
 }
+
+LMHEAD_TEST_EVERY_BACKEND(ShardedBackends);
 
 }  // namespace
 }  // namespace lmhead

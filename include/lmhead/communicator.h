@@ -83,10 +83,18 @@ class Communicator {
 /// Time after which a rank stops waiting for the others.
 inline constexpr std::chrono::milliseconds kDefaultTimeout{std::chrono::minutes(5)};
 
-/// `size` ranks in this process, on host memory. Give one to each thread; destroying one tells the others
-/// that its rank is gone. kInvalidArgument unless size >= 1.
+/// Most ranks of a local group on a CUDA device.
+inline constexpr int kMaxLocalCudaRanks = 64;
+
+/// `size` ranks in this process. Give one to each thread; destroying one tells the others that its rank is
+/// gone.
+///
+/// Device::kCpu: on host memory. Device::kCuda: all ranks on one CUDA device, each thread's current one; their
+/// threads meet on the host, and what they enqueue is ordered between their streams by events, so no call waits
+/// for the device. Sums have the bits of host ranks.
+/// kInvalidArgument unless size >= 1 (and <= kMaxLocalCudaRanks on CUDA); kUnsupported for kCuda without CUDA.
 Result<std::vector<std::unique_ptr<Communicator>>> local_communicators(
-    int size, std::chrono::milliseconds timeout = kDefaultTimeout);
+    int size, std::chrono::milliseconds timeout = kDefaultTimeout, Device device = Device::kCpu);
 
 /// A group over an MPI communicator, on host memory. `mpi_comm` points to an MPI_Comm (duplicated, not
 /// owned); nullptr is MPI_COMM_WORLD. MPI must be initialised, with MPI_THREAD_SERIALIZED or more where

@@ -75,8 +75,16 @@ struct ParallelGroups {
   Communicator* cp = nullptr;
 };
 
-/// Scores packed sequences. Host memory only: GPU tensors go through lmhead.packed_logprobs in Python.
+/// Scratch memory for the two calls below, on the device of `execution`. What they slice and gather (and under
+/// sequence_parallel the gathered hidden) counts as `accumulator`: it comes on top of the budget.
+Result<WorkspaceSize> packed_workspace_size(const PackedProblem& problem, const ParallelGroups& groups,
+                                            Operation operation, ReduceHiddenGrad reduce = ReduceHiddenGrad::kNone,
+                                            const BackwardOutputs& gradients = {}, const Execution& execution = {});
+
+/// Scores packed sequences.
 ///
+/// On a CUDA device every pointer but the layout is device memory, and the groups are CUDA's. The layout's index maps
+/// (24 bytes a token) are copied from the host, for which the driver may wait for earlier work of the stream.
 /// outputs logprob and entropy [num_tokens], whole and in source order on every rank; lse [local_total] of the
 ///         local rows, for the backward; each may be absent.
 /// Collectives: sequence_parallel gathers hidden over tp; the states' all_gather over tp; one all_gather over cp

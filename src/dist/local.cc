@@ -1,101 +1,12 @@
-// Ranks as threads of one process: a meeting point where each rank posts its pointers, copies what it
-// needs from the others', and leaves when all have copied.
-#include <condition_variable>
+// Ranks as threads of one process, on host memory.
 #include <cstring>
-#include <mutex>
 #include <string>
 
 #include "dist/host_communicator.h"
+#include "dist/meeting.h"
 
 namespace lmhead {
 namespace {
-
-/// What a rank posts for one call.
-struct Post {
-  const char* operation = nullptr;
-  const void* send = nullptr;
-  std::size_t bytes = 0;
-};
-
-class Meeting {
- public:
-  Meeting(int size, std::chrono::milliseconds timeout)
-      : timeout_(timeout), posts_(static_cast<std::size_t>(size)), arrived_(posts_.size(), false) {}
-
-  /// Posts, waits for all ranks, runs `copy(posts)`, and waits until all have copied.
-  template <class Copy>
-  Status meet(int rank, const Post& post, Copy&& copy) {
-    std::unique_lock lock(mutex_);
-    if (!broken_.ok()) return broken_;
-    const std::int64_t round = round_;
-    posts_[static_cast<std::size_t>(rank)] = post;
-    arrived_[static_cast<std::size_t>(rank)] = true;
-    if (++count_ == size() && posts_agree()) {
-      full_round_ = round;
-      changed_.notify_all();
-    }
-    const auto ready = [&] { return full_round_ == round || !broken_.ok(); };
-    if (!changed_.wait_for(lock, timeout_, ready))
-      fail("ranks " + missing() + " did not reach " + post.operation + " within " + std::to_string(timeout_.count()) +
-           " ms");
-    // A full round is finished by all even if the group breaks meanwhile: others wait for this rank's copy.
-    if (full_round_ != round) return broken_;
-    lock.unlock();
-    copy(posts_);  // posts stay as they are until every rank has left
-    lock.lock();
-    if (--count_ == 0) {
-      arrived_.assign(arrived_.size(), false);
-      ++round_;
-      changed_.notify_all();
-    }
-    // Copies are finite and need no other rank, so this wait needs no deadline.
-    changed_.wait(lock, [&] { return round_ != round; });
-    return {};
-  }
-
-  void break_off(const std::string& reason) {
-    const std::lock_guard lock(mutex_);
-    // Ranks that are copying finish this call; the next one fails.
-    if (broken_.ok()) fail(reason);
-  }
-
- private:
-  int size() const { return static_cast<int>(posts_.size()); }
-
-  void fail(const std::string& reason) {
-    broken_ = Status(StatusCode::kCommunication, "local communicator: " + reason);
-    changed_.notify_all();
-  }
-
-  bool posts_agree() {
-    for (std::size_t r = 1; r < posts_.size(); ++r) {
-      const Post &a = posts_[0], &b = posts_[r];
-      if (std::strcmp(a.operation, b.operation) == 0 && a.bytes == b.bytes) continue;
-      fail("ranks disagree: rank 0 calls " + std::string(a.operation) + " with " + std::to_string(a.bytes) +
-           " bytes a rank, rank " + std::to_string(r) + " calls " + b.operation + " with " + std::to_string(b.bytes));
-      return false;
-    }
-    return true;
-  }
-
-  std::string missing() const {
-    std::string names;
-    for (std::size_t r = 0; r < arrived_.size(); ++r) {
-      if (!arrived_[r]) names += (names.empty() ? "" : ", ") + std::to_string(r);
-    }
-    return names;
-  }
-
-  const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Post> posts_;
-  std::vector<bool> arrived_;
-  int count_ = 0;                 ///< ranks inside the current round
-  std::int64_t round_ = 0;        ///< calls finished by all
-  std::int64_t full_round_ = -1;  ///< last round that all ranks reached
-  Status broken_;
-};
 
 class LocalCommunicator final : public HostCommunicator {
  public:
@@ -116,6 +27,7 @@ class LocalCommunicator final : public HostCommunicator {
         std::byte* to = static_cast<std::byte*>(receive) + r * bytes;
         if (bytes > 0 && to != posts[r].send) std::memcpy(to, posts[r].send, bytes);
       }
+      return Status();
     });
   }
 
@@ -124,6 +36,7 @@ class LocalCommunicator final : public HostCommunicator {
       for (std::size_t r = 0; bytes > 0 && r < posts.size(); ++r)
         std::memcpy(static_cast<std::byte*>(receive) + r * bytes,
                     static_cast<const std::byte*>(posts[r].send) + static_cast<std::size_t>(rank()) * bytes, bytes);
+      return Status();
     });
   }
 
@@ -133,8 +46,20 @@ class LocalCommunicator final : public HostCommunicator {
 
 }  // namespace
 
-Result<std::vector<std::unique_ptr<Communicator>>> local_communicators(int size, std::chrono::milliseconds timeout) {
+Result<std::vector<std::unique_ptr<Communicator>>> local_communicators(int size, std::chrono::milliseconds timeout,
+                                                                       Device device) {
   if (size < 1) return Status(StatusCode::kInvalidArgument, "size: expected >= 1, got " + std::to_string(size));
+  if (device == Device::kCuda) {
+#if LMHEAD_HAS_CUDA
+    if (size > kMaxLocalCudaRanks)
+      return Status(StatusCode::kInvalidArgument, "size: expected at most " + std::to_string(kMaxLocalCudaRanks) +
+                                                      " ranks on a CUDA device, got " + std::to_string(size));
+    return local_cuda_communicators(size, timeout);
+#else
+    return Status(StatusCode::kUnsupported,
+                  "device: expected a build with CUDA (LMHEAD_CUDA) for ranks on a CUDA device, got one without");
+#endif
+  }
   const auto meeting = std::make_shared<Meeting>(size, timeout);
   std::vector<std::unique_ptr<Communicator>> ranks;
   for (int r = 0; r < size; ++r) ranks.push_back(std::make_unique<LocalCommunicator>(r, size, meeting));

@@ -91,20 +91,21 @@ Status reduce_hidden(Communicator& tp, ReduceHiddenGrad reduce, const Matrix& pa
 
 }  // namespace
 
-Status Scratch::take(std::size_t own, const Execution& given) {
+Status Scratch::take(std::size_t own, const Execution& given, const char* query) {
   inner = given;
   if (given.workspace == nullptr && own > 0) {
     if (given.device == Device::kCuda)
-      return invalid("workspace: expected memory for the group's states (ask sharded_workspace_size), got none");
+      return invalid("workspace: expected at least " + std::to_string(aligned(own)) + " bytes (ask " + query +
+                     "), got none");
     owned_.resize(own);
     data = owned_.data();
   } else if (given.workspace != nullptr) {
-    if (given.workspace_bytes < Scratch::aligned(own))
-      return invalid("workspace: expected at least " + std::to_string(Scratch::aligned(own)) +
-                     " bytes (ask sharded_workspace_size), got " + std::to_string(given.workspace_bytes));
+    if (given.workspace_bytes < aligned(own))
+      return invalid("workspace: expected at least " + std::to_string(aligned(own)) + " bytes (ask " + query +
+                     "), got " + std::to_string(given.workspace_bytes));
     data = static_cast<std::byte*>(given.workspace);
-    inner.workspace = data + Scratch::aligned(own);
-    inner.workspace_bytes = given.workspace_bytes - Scratch::aligned(own);
+    inner.workspace = data + aligned(own);
+    inner.workspace_bytes = given.workspace_bytes - aligned(own);
   }
   return {};
 }
@@ -128,7 +129,7 @@ PreparedCall prepare_forward(const Problem& problem, const Communicator& tp, con
     const ResolvedProblem& r = call->problem;
     LMHEAD_RETURN_IF_ERROR(check_group(r, tp, execution));
     LMHEAD_RETURN_IF_ERROR(validate_outputs(r, outputs));
-    LMHEAD_RETURN_IF_ERROR(prepared.scratch.take(gathered_bytes(r, tp.size()), execution));
+    LMHEAD_RETURN_IF_ERROR(prepared.scratch.take(gathered_bytes(r, tp.size()), execution, "sharded_workspace_size"));
     LMHEAD_RETURN_IF_ERROR(check_inner_workspace(*call, Operation::kForwardPartial, {}, prepared.scratch.inner));
     return call->check_values(execution);
   });
@@ -147,7 +148,8 @@ PreparedCall prepare_backward(const Problem& problem, const Communicator& tp, co
     LMHEAD_RETURN_IF_ERROR(check_group(r, tp, execution));
     LMHEAD_RETURN_IF_ERROR(check_reduced(r, tp, reduce, outputs, as_full));
     LMHEAD_RETURN_IF_ERROR(validate_backward(r, inputs, as_full));
-    LMHEAD_RETURN_IF_ERROR(prepared.scratch.take(hidden_part_bytes(r, tp.size(), reduce, outputs), execution));
+    LMHEAD_RETURN_IF_ERROR(
+        prepared.scratch.take(hidden_part_bytes(r, tp.size(), reduce, outputs), execution, "sharded_workspace_size"));
     prepared.inner = inner_outputs(r, outputs, reduce, prepared.scratch.data);
     LMHEAD_RETURN_IF_ERROR(check_inner_workspace(*call, Operation::kBackward, prepared.inner, prepared.scratch.inner));
     return call->check_values(execution);

@@ -17,8 +17,9 @@ class Scratch {
  public:
   static std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-  /// Takes `own` bytes from the front of the caller's workspace, or allocates them when there is none.
-  Status take(std::size_t own, const Execution& given);
+  /// Takes `own` bytes from the front of the caller's workspace; on the CPU allocates them when there is none.
+  /// `query` names the function that says how much the whole call needs.
+  Status take(std::size_t own, const Execution& given, const char* query);
 
   std::byte* data = nullptr;
   Execution inner;  ///< with the rest of the workspace

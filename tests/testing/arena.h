@@ -22,6 +22,9 @@ class Arena {
   virtual void upload(void* to, const void* from, std::size_t bytes) = 0;
   /// Waits for all work on the device first.
   virtual void download(void* to, const void* from, std::size_t bytes) = 0;
+  /// A stream of its own, which waits for no other one; nullptr on the CPU.
+  virtual void* make_stream() { return nullptr; }
+  virtual void release_stream(void*) {}
   /// c[i, j] = sum_k a[i, k] b[j, k], accumulated and returned in fp32; a [m, k] and b [n, k] hold
   /// values that `type` represents exactly and are multiplied in that type.
   virtual std::vector<float> multiply(DType type, const std::vector<float>& a, const std::vector<float>& b,
@@ -33,6 +36,20 @@ Arena& arena(Device device);
 #if LMHEAD_HAS_CUDA
 Arena& cuda_arena();  // tests/cuda_arena.cc
 #endif
+
+/// A stream of an arena's device.
+class Stream {
+ public:
+  explicit Stream(Arena& arena) : arena_(arena), stream_(arena.make_stream()) {}
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream() { arena_.release_stream(stream_); }
+  void* get() const { return stream_; }
+
+ private:
+  Arena& arena_;
+  void* stream_;
+};
 
 /// Device memory with 256 guard bytes on each side. `fill` is what the memory holds at first:
 /// 0xff bytes are NaN in every floating type.
