@@ -244,11 +244,58 @@ def test_packed_entropy_metric_goes_through_the_hosts_own_function(skyrl, group,
     assert largest(adapter.action_entropy(entropy, 5, loss_mask), want[0]) <= 1e-5
 
 
-def test_signatures_are_the_hosts_with_two_flags_at_the_end(skyrl):
+def test_signatures_are_the_hosts_with_three_keywords_at_the_end(skyrl):
     for name in ("from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences"):
         host, ours = (list(inspect.signature(getattr(m, name)).parameters.values()) for m in (skyrl, adapter))
-        assert [(p.name, p.default, p.kind) for p in ours[:-2]] == [(p.name, p.default, p.kind) for p in host]
-        assert [(p.name, p.default) for p in ours[-2:]] == [("return_entropy", False), ("entropy_requires_grad", False)]
+        assert [(p.name, p.default, p.kind) for p in ours[:-3]] == [(p.name, p.default, p.kind) for p in host]
+        added = [("return_entropy", False), ("entropy_requires_grad", False), ("loss_mask", None)]
+        assert [(p.name, p.default) for p in ours[-3:]] == added
+
+
+def test_loss_mask_fills_the_last_predictions(group):
+    x, w, target = make(b=2, s=9, v=64, h=16, beyond=0)
+    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 1]])
+    options = {"return_entropy": True, "entropy_requires_grad": True}
+    whole = adapter.from_parallel_hidden_to_logprobs(x, w, target, 0, 64, group, **options)
+    got = adapter.from_parallel_hidden_to_logprobs(x, w, target, 0, 64, group, **options, loss_mask=mask)
+    wanted = torch.zeros(2, 8, dtype=torch.bool)
+    wanted[:, 3:] = mask > 0
+    assert torch.equal(adapter.prediction_mask(mask.bool(), 2, 9), wanted)
+    for g, dense in zip(got, whole, strict=True):
+        assert torch.equal(g, dense.where(wanted, 0.0)) and (g != 0).sum() == wanted.sum()
+    dx, dw = grads(got[0] + got[1], x, w)
+    for g, dense in zip((dx, dw), grads((whole[0] + whole[1]) * wanted, x, w), strict=True):
+        assert relative(g, dense) <= 1e-6
+    assert (dx[:, :3] == 0).all()
+    # The same through packed rows: two sequences of nine, padded to ten.
+    padded = torch.nn.functional.pad(x.detach(), (0, 0, 0, 1), value=float("nan")).reshape(1, 20, 16)
+    arguments = (padded, w, torch.nn.functional.pad(target, (0, 1)).reshape(1, 20), torch.tensor([0, 10, 20]), 9)
+    arguments += (0, 64, group, False, None, None, torch.ones(2, 9))
+    packed = adapter.from_parallel_hidden_to_logprobs_packed_sequences(*arguments, **options, loss_mask=mask)
+    assert all(torch.equal(a, b) for a, b in zip(packed, got, strict=True))
+
+
+def test_loss_mask_errors(group):
+    x, w, target = make(b=2, s=5, v=64, h=16, beyond=0)
+    for mask, error, message in (
+        (torch.ones(2, 5, dtype=torch.bool), ValueError, r"loss_mask: expected num_actions <= 4 \(S - 1\), got 5"),
+        (torch.ones(3, 2, dtype=torch.bool), ValueError, r"loss_mask: expected \[2, num_actions\], got \[3, 2\]"),
+        (torch.ones(4, dtype=torch.bool), ValueError, r"loss_mask: expected \[2, num_actions\], got \[4\]"),
+        (torch.ones(2, 3), TypeError, "loss_mask: expected bool or an integer type, got torch.float32"),
+        (torch.ones(2, 3, dtype=torch.complex64), TypeError, "got torch.complex64"),
+        (torch.ones(2, 3, dtype=torch.bool, device="meta"), ValueError, "expected a tensor on cpu like target, got meta"),
+    ):
+        with pytest.raises(error, match=message):
+            adapter.from_parallel_hidden_to_logprobs(x, w, target, 0, 64, group, loss_mask=mask)
+        with pytest.raises(error, match=message):
+            adapter.from_parallel_hidden_to_logprobs_packed_sequences(
+                x.reshape(1, 10, 16), w, target.reshape(1, 10), torch.tensor([0, 5, 10]), 5, 0, 64, group, loss_mask=mask
+            )
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="loss_mask: expected none for cross_entropy with per-token outputs"):
+        adapter.prediction_mask(mask, 2, 5, loss_name="cross_entropy", per_token_outputs=True)
+    for loss, outputs in (("cross_entropy", False), ("ppo", True), (None, True)):
+        assert adapter.prediction_mask(mask, 2, 5, loss_name=loss, per_token_outputs=outputs).sum() == 6
 
 
 def test_contradictions_and_wrong_shards(group):

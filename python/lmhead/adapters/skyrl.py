@@ -2,8 +2,8 @@
 
 Signatures and results are SkyRL's: the target is rolled here, the last position drops out, a target outside the
 vocabulary has log-prob 0 and keeps the softmax part of its gradient, and the gradient of `hidden` is this rank's part
-(SkyRL's output processor reduces it). Two keywords are added at the end, `return_entropy` and `entropy_requires_grad`:
-(logprobs, entropy) then come from the same projection. Temperature divides finished logits in fp32; no scaled copy of
+(SkyRL's output processor reduces it). Three keywords are added at the end. `return_entropy`, `entropy_requires_grad`:
+(logprobs, entropy) then come from the same projection. `loss_mask` [B, num_actions]: only those tokens are scored. Temperature divides finished logits in fp32; no scaled copy of
 the weight is made.
 
 `chunk_size` and `fused_backend` are accepted and not needed: memory is bounded by lmhead's workspace at any length.
@@ -32,6 +32,7 @@ __all__ = [
     "from_parallel_hidden_to_logprobs_packed_sequences",
     "fused_vocab_parallel_entropy_from_hidden",
     "install",
+    "prediction_mask",
 ]
 
 # SkyRL ignores no target id: any id outside the vocabulary, -100 too, is "out of vocabulary".
@@ -78,10 +79,12 @@ def from_parallel_hidden_to_logprobs(
     fused_backend: str = "torch",
     return_entropy: bool = False,
     entropy_requires_grad: bool = False,
+    loss_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs [B, S - 1] of the next tokens from hidden [B, S / CP, H] and lm_head_weight [V / TP, H].
 
-    target [B, S] is unshifted. With return_entropy: (logprobs, entropy), both [B, S - 1].
+    target [B, S] is unshifted. With return_entropy: (logprobs, entropy), both [B, S - 1]. With loss_mask: see
+    prediction_mask; rows that it leaves out are 0 and cost nothing, forward or backward.
     """
     _check_shard(lm_head_weight, vocab_start_index, vocab_end_index, tp_group)
     length = target.shape[1]
@@ -90,7 +93,10 @@ def from_parallel_hidden_to_logprobs(
         raise ValueError(f"hidden: expected at least {length} positions like target, got {total}")
     rolled = torch.nn.functional.pad(target.roll(shifts=-1, dims=-1), (0, total - length))
     # The last position and the padding have no next token: their rows are not computed.
-    active = torch.arange(total, device=target.device) < length - 1
+    active = (torch.arange(total, device=target.device) < length - 1).expand(target.shape[0], total)
+    if loss_mask is not None:
+        mask = prediction_mask(loss_mask, target.shape[0], length, device=target.device)
+        active = torch.nn.functional.pad(mask, (0, total - length + 1))
     parallel = ContextParallel(torch.tensor([0, total], device=target.device), cp_group)
     results = _score(
         hidden,
@@ -98,7 +104,7 @@ def from_parallel_hidden_to_logprobs(
         parallel.local(rolled),
         tp_group,
         temperature,
-        active=parallel.local(active).expand(hidden.shape[:2]),
+        active=parallel.local(active),
         return_entropy=return_entropy,
         entropy_requires_grad=entropy_requires_grad,
         inference_only=inference_only,
@@ -125,16 +131,20 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     fused_backend: str = "torch",
     return_entropy: bool = False,
     entropy_requires_grad: bool = False,
+    loss_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probs [B, unpacked_seqlen - 1] in padded form from packed hidden [1, T / CP, H], target [1, T].
 
-    With return_entropy: (logprobs, entropy). Positions that no packed token predicts are 0. Only rows that reach the
-    result are computed.
+    With return_entropy: (logprobs, entropy). Positions that no packed token predicts, or that loss_mask (see
+    prediction_mask) leaves out, are 0. Only rows that reach the result are computed.
     """
     _check_shard(lm_head_weight, vocab_start_index, vocab_end_index, group)
     hidden, target = hidden.squeeze(0), target.squeeze(0)
     cu_seqlens = cu_seqlens_padded.to(device=target.device, dtype=torch.int64)
     source = _source_positions(cu_seqlens, unpacked_seqlen, attention_mask, sub_seq_lengths)
+    if loss_mask is not None:
+        wanted = prediction_mask(loss_mask, source.shape[0], unpacked_seqlen, device=target.device)
+        source = torch.where(wanted, source, -1)
     tokens = target.shape[0]
     # Each token predicts the next of its own sequence; the wrap-around at a sequence's end reaches no result.
     position = torch.arange(tokens, device=target.device)
@@ -205,6 +215,36 @@ def fused_vocab_parallel_entropy_from_hidden(
     return _score(
         hidden, lm_head_weight, targets, tp_group, temperature, return_entropy=True, inference_only=True
     )[1]  # fmt: skip
+
+
+def prediction_mask(
+    loss_mask: Tensor,
+    batch: int,
+    length: int,
+    *,
+    device: torch.device | None = None,
+    loss_name: str | None = None,
+    per_token_outputs: bool = False,
+) -> Tensor:
+    """Which of the predictions [B, S - 1] a loss reads: loss_mask [B, num_actions] > 0 in the last num_actions of them,
+    none before.
+
+    loss_mask is bool or integer. A "cross_entropy" loss that also returns per-token outputs reads every row, so it must
+    bring no mask: ValueError.
+    """
+    if loss_mask.is_floating_point() or loss_mask.is_complex():
+        raise TypeError(f"loss_mask: expected bool or an integer type, got {loss_mask.dtype}")
+    if loss_mask.dim() != 2 or loss_mask.shape[0] != batch:
+        raise ValueError(f"loss_mask: expected [{batch}, num_actions], got {list(loss_mask.shape)}")
+    if loss_mask.shape[1] > length - 1:
+        raise ValueError(f"loss_mask: expected num_actions <= {length - 1} (S - 1), got {loss_mask.shape[1]}")
+    if device is not None and loss_mask.device != device:
+        raise ValueError(f"loss_mask: expected a tensor on {device} like target, got {loss_mask.device}")
+    if loss_name == "cross_entropy" and per_token_outputs:
+        raise ValueError(
+            "loss_mask: expected none for cross_entropy with per-token outputs (rows without loss would be 0), got one"
+        )
+    return torch.nn.functional.pad(loss_mask > 0, (length - 1 - loss_mask.shape[1], 0))
 
 
 def entropy_options(loss_name: str | None, use_entropy_loss: bool) -> dict[str, bool]:
