@@ -62,10 +62,13 @@ TEST(Sm90Tiles, BudgetBelowATileIsRefused) {
 TEST(Sm90Tiles, GroupsCoverTheRowBlocksEvenly) {
   for (const std::int64_t blocks : {1, 7, 64, 128, 2048}) {
     for (const std::int64_t h : {8, 640, 4096, 16384}) {
-      const std::int64_t group = l2_group(blocks, h), groups = (blocks + group - 1) / group;
-      EXPECT_GE(group, 1);
-      EXPECT_LE(group, 24);
-      EXPECT_LE(group * groups - blocks, groups) << "the last group is short";
+      for (const std::int64_t percent : {1, 50, 100, 200, 400}) {
+        const std::int64_t group = l2_group(blocks, h, percent), groups = (blocks + group - 1) / group;
+        EXPECT_GE(group, 1);
+        EXPECT_LE(group, std::max<std::int64_t>(1, 24 * percent / 100));
+        EXPECT_LE(group * groups - blocks, groups) << "the last group is short";
+      }
+      EXPECT_GE(l2_group(blocks, h, 200), l2_group(blocks, h));
     }
   }
 }

@@ -120,8 +120,9 @@ TEST_F(Tuning, BrokenFilesAreIgnoredAndReplaced) {
   expect_ignored("first line");
   for (const char* line :
        {"forward 4096 4096 131072 bfloat16 entropy - rows_64 more", "forward 4096 4096 131072",
-        "sideways 4096 4096 131072 bfloat16 entropy - rows_64", "forward 5000 4096 131072 bfloat16 entropy - rows_64",
-        "forward 4096 -1 131072 bfloat16 entropy - rows_64",
+        "sideways 4096 4096 131072 bfloat16 entropy - rows_64", "forward 4096 4096 131072 bfloat16 perhaps - rows_64",
+        "forward 4096 4096  131072 bfloat16 entropy - rows_64", "forward +4096 4096 131072 bfloat16 entropy - rows_64",
+        "forward 5000 4096 131072 bfloat16 entropy - rows_64", "forward 4096 -1 131072 bfloat16 entropy - rows_64",
         "forward 4096 99999999999999999999 1 bfloat16 entropy - rows_64",
         "forward 4096 4096 131072 int32 entropy - rows_64", ""}) {
     put(good.substr(0, good.find("forward")) + line + "\nend 1\n");
@@ -223,6 +224,19 @@ TEST_F(Tuning, CallsTakeTheTunedConfiguration) {
   EXPECT_NE(said.find("lmhead: warning: tuning cache: " + tuning_file(source).string() + " is ignored"),
             std::string::npos);
   EXPECT_EQ(said.find("lmhead: warning", 1), std::string::npos) << "once a process: " << said;
+}
+
+TEST_F(Tuning, ChoicesHoldForTheProcessWithoutAFile) {
+  const TuningSource& source = **kBlockedCpu.tuning_source();
+  const Probe probe;
+  TuningKey other = probe.key();
+  other.h = 128;
+  EXPECT_EQ(in_child([&] {
+              adopt_tuning(source, {{probe.key(), "rows_256"}});
+              adopt_tuning(source, {{other, "rows_64"}});
+              return probe.bytes("auto") == probe.bytes("rows_256");
+            }),
+            0);
 }
 
 TEST_F(Tuning, UnknownConfigurationIsAnError) {
