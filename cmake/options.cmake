@@ -9,6 +9,8 @@ lmhead_option(LMHEAD_CUDA AUTO "CUDA backends (needs nvcc and cuBLASLt)")
 lmhead_option(LMHEAD_MPI AUTO "MPI communicator")
 lmhead_option(LMHEAD_NCCL AUTO "NCCL communicator (needs LMHEAD_CUDA)")
 
+set(LMHEAD_CUDA_ARCHITECTURES "80;90" CACHE STRING
+  "Machine code of cuda_portable, 80 or more, ascending; other devices take the last one's PTX. sm90's is always 90a")
 option(LMHEAD_TOOLS "The lmhead command (needs CLI11, nlohmann-json, fmt)" ${PROJECT_IS_TOP_LEVEL})
 option(LMHEAD_TESTS "Unit tests (needs GoogleTest)" ${PROJECT_IS_TOP_LEVEL})
 option(LMHEAD_BENCHMARKS "Micro-benchmarks (needs Google Benchmark)" OFF)
