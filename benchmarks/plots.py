@@ -205,7 +205,7 @@ def errors_against_spread(curves: list[dict]) -> None:
         row[0].set_ylabel("largest error over rows, nats")
     for ax in axes[-1]:
         ax.set_xlabel("standard deviation of the logits")
-    figure.tight_layout(rect=(0, 0.3 / len(devices) ** 1.5 * 0.5 + 0.02, 1, 1))
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     below(figure, axes.flat, 3)
     save(figure, "error-spread", f"bf16 inputs, fp64 as the truth; {source(spread)}")
 
@@ -241,28 +241,48 @@ def active_rows(sweep: list[dict], cpu: list[dict]) -> None:
     save(figure, "active-rows", source(gradients))
 
 
-def cpu_against_tokens(cpu: list[dict]) -> None:
-    """Beside plain torch, where a token count has it; the median where it was measured several times."""
-    found: dict[str, dict[int, list[dict]]] = {}
-    for r in cpu:
-        if r["op"] == "forward_backward" and r["baseline_ms"] is not None and (r["h"], r["v"]) == (576, 49152):
-            found.setdefault(r["device"], {}).setdefault(r["n"], []).append(r)
-    device, counts = max(found.items(), key=lambda item: len(item[1]))
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    for way, ms, mib in (("ours", "ms", "extra_mib"), ("torch_bf16", "baseline_ms", "baseline_extra_mib")):
-        for ax, field in zip(axes, (ms, mib)):
-            draw(ax, way, counts, [statistics.median(r[field] / (1e3 if field == ms else 1) for r in of) for of in counts.values()])
-    for ax, name in zip(axes, ("seconds", "MiB beside inputs and gradients")):
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        log_axis(ax.xaxis, counts, thousands)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.set_xlabel("tokens")
-        ax.set_ylabel(name)
-    figure.suptitle(f"forward + backward, differentiable entropy, H = 576, V = 49152, {device}, 2 cores", fontsize=9)
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    below(figure, axes, 2)
-    save(figure, "tokens-cpu", source([r for of in counts.values() for r in of]))
+def cpu_plot(cpu: list[dict]) -> None:
+    """Units of every dense bf16 shape, and memory against tokens beside plain torch."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), width_ratios=(3, 2))
+    shapes = [(4096, 576, 49152), (512, 640, 262144), (512, 2048, 151936), (512, 4096, 131072)]
+    devices = list(dict.fromkeys(r["device"] for r in cpu))
+    for k, (device, color) in enumerate(zip(devices, ("#0b5fa5", "#d55e00"))):
+        for op, entropy, hatch, name in (
+            ("forward", "metric", "", "forward, log-prob + entropy"),
+            ("forward_backward", "grad", "///", "forward + backward, entropy gradient"),
+        ):
+            bars = []
+            for shape in shapes:
+                found = [
+                    r["units"]
+                    for r in cpu
+                    if (r["device"], r["op"], r["entropy"], r["dtype"]) == (device, op, entropy, "bfloat16")
+                    and (r["n"], r["h"], r["v"]) == shape
+                    and r["active"] == 1
+                    and r["reps"] > 1
+                ]
+                bars.append(statistics.median(found))
+            place = [i + 0.4 * k - 0.3 + 0.2 * (op == "forward_backward") for i in range(len(shapes))]
+            label = f"{device.split(',')[1].strip()}: {name}"
+            axes[0].bar(place, bars, 0.18, color=color, hatch=hatch, edgecolor="white", label=label)
+    axes[0].set_xticks(range(len(shapes)), [f"{n} tokens\n{h} x {v}" for n, h, v in shapes], fontsize=7)
+    axes[0].set_ylabel("time, in oneDNN products [N, H] x [H, V]")
+    axes[0].set_title("two cores, bf16", fontsize=9)
+    axes[0].legend(fontsize=6.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=2)
+    tokens = [r for r in cpu if r["op"] == "forward_backward" and r["baseline_extra_mib"] is not None]
+    counts = sorted({r["n"] for r in tokens})
+    for way, field in (("ours", "extra_mib"), ("torch_bf16", "baseline_extra_mib")):
+        draw(axes[1], way, counts, [statistics.median(r[field] for r in tokens if r["n"] == n) for n in counts])
+    axes[1].set_xscale("log", base=2)
+    axes[1].set_yscale("log")
+    log_axis(axes[1].xaxis, counts, thousands)
+    axes[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes[1].set_xlabel("tokens")
+    axes[1].set_ylabel("MiB beside inputs and gradients")
+    axes[1].set_title("forward + backward, H = 576, V = 49152", fontsize=9)
+    axes[1].legend(fontsize=6.5, frameon=False)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    save(figure, "cpu", source(cpu))
 
 
 def figures(sweep: list[dict]) -> None:
@@ -306,7 +326,7 @@ def main() -> None:
     gradients_against_tokens(curves)
     errors_against_spread(curves)
     active_rows(sweep, cpu)
-    cpu_against_tokens(cpu)
+    cpu_plot(cpu)
 
 
 if __name__ == "__main__":
