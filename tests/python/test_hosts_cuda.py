@@ -60,8 +60,8 @@ def test_skyrl_log_probs(skyrl, group, backend, hidden, weight):
     out = target[:, 1:] >= w.shape[0]
     assert got.shape == want.shape == (4, 31) and (got[out] == 0).all() and 0 < int(out.sum())
     assert largest(got, truth) <= 1e-5
-    # The host's products are TF32 or its logits bf16; ours are held to the contract above.
-    assert largest(got, want) <= (2e-3 if weight is FP32 else 2e-2)
+    # The host's fp32 products may be TF32 in Triton, and its torch logits are rounded to the weight's bf16.
+    assert largest(got, truth) <= largest(want, truth) + 1e-6 and largest(got, want) <= (5e-3 if weight is FP32 else 2e-2)
     ours, theirs, exact = (
         torch.autograd.grad((y * upstream(y.shape).to(y.dtype)).sum(), (x, w)) for y in (got, want, truth)
     )
