@@ -62,7 +62,7 @@ Result<Pieces> carve(void* base, const ResolvedSupport& r, Operation operation, 
     const std::int64_t slots = r.head.n * (r.k + 1);
     pieces.dl = workspace.take<float>(slots);
     if (!out.weight.absent() || !out.bias.absent()) {
-      const Result<std::size_t> bytes = support_sort_bytes(slots, r.head.v_local);
+      const Result<std::size_t> bytes = support_weight_bytes(slots, r.head.v_local, r.head.given.hidden.cols);
       if (!bytes.ok()) return bytes.status();
       pieces.sort_bytes = *bytes;
       pieces.sort = workspace.take_bytes(static_cast<std::int64_t>(*bytes));

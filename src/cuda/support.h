@@ -33,7 +33,7 @@ Status support_rows_backward(const SupportArgs& args, float* dl, const Matrix& h
                              cudaStream_t stream);
 
 /// Scratch bytes of support_weight_backward.
-Result<std::size_t> support_sort_bytes(std::int64_t slots, std::int64_t v_local);
+Result<std::size_t> support_weight_bytes(std::int64_t slots, std::int64_t v_local, std::int64_t h);
 /// Weight and bias gradients from dl: slots sorted by id (stable, so by token row within an id), one sum
 /// an id. Either may be absent. slots = N (K + 1) < 2^31.
 Status support_weight_backward(const SupportArgs& args, const float* dl, const BackwardOutputs& out,
