@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, _options, distributed, torch_ops
-from .torch_ops import _Call, _check_tensor, _gradient_like, _matrix, _number, _output_matrix, _output_vector, _vector
+from . import _checks, _core, _options, distributed, torch_ops
+from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
 
 # As torch_ops._OPTIONS: plain values in the order of the operator's schema.
 _OPTIONS = (
@@ -262,39 +262,15 @@ def selected_logprobs(
             are checked (elsewhere they become NaN).
     """
     entropy = _options.entropy_mode(return_entropy, entropy_requires_grad, False)
-    row_temperature = None
-    if isinstance(temperature, Tensor) and not (temperature.dim() == 0 and temperature.device.type == "cpu"):
-        if temperature.requires_grad:
-            raise ValueError("temperature: expected no gradient (it gets none), got a tensor that requires grad")
-        row_temperature, temperature = temperature, 1.0
-    _check_tensor("hidden", hidden, hidden)
-    shape = hidden.shape[:-1]
-    rows = {"targets": targets, "active": active, "temperature": row_temperature}
-    for name, tensor in {"weight": weight, "ids": ids, "bias": bias, **rows}.items():
-        if tensor is not None:
-            _check_tensor(name, tensor, hidden)
-    for name, tensor in rows.items():
-        if tensor is not None and tensor.shape != shape and not (name == "temperature" and tensor.numel() == 1):
-            raise ValueError(
-                f"{name}: expected {list(shape)} to match hidden {list(hidden.shape)}, got {list(tensor.shape)}"
-            )
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids: expected int32 or int64, got {torch_ops.dtype_name(ids.dtype)}")
-    if ids.dim() != hidden.dim() or ids.shape[:-1] != shape:
-        raise ValueError(f"ids: expected {[*shape, 'K']} to match hidden {list(hidden.shape)}, got {list(ids.shape)}")
-    if weight.dim() != 2 or (weight.shape[1] > 1 and weight.stride(1) != 1):
-        raise ValueError(
-            f"weight: expected [V, {hidden.shape[-1]}] with contiguous columns, got {list(weight.shape)} with strides "
-            f"{tuple(weight.stride())}"
-        )
-    if group is not None and vocab_size is None:
-        raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
-    device = hidden.device.type
-    autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    _checks.head(hidden, weight, {"targets": targets, "ids": ids}, {"bias": bias, "active": active})
+    temperature, row_temperature = _checks.temperature(temperature, hidden)
+    _checks.rows(hidden, {"targets": targets, "active": active, "temperature": row_temperature})
+    _checks.id_lists("ids", ids, hidden, (torch.int32, torch.int64))
+    _checks.group(group, vocab_size)
     logprob, entropies, _, selected, _ = _forward(
-        hidden, weight, bias, targets, ids, active, row_temperature, _number("temperature", temperature),
-        None if softcap is None else _number("softcap", softcap), _number("logit_scale", logit_scale), ignore_index,
-        valid_vocab, vocab_start, vocab_size, entropy, torch.get_autocast_dtype(device) if autocast else None,
-        workspace_bytes or 0, check, backend, distributed.group_name(group),
+        hidden, weight, bias, targets, ids, active, row_temperature, temperature,
+        None if softcap is None else _checks.number("softcap", softcap), _checks.number("logit_scale", logit_scale),
+        ignore_index, valid_vocab, vocab_start, vocab_size, entropy, _checks.autocast_dtype(hidden), workspace_bytes or 0,
+        check, backend, distributed.group_name(group),
     )  # fmt: skip
     return (logprob, selected) if entropy == "off" else (logprob, selected, entropies)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, distributed, torch_ops
-from .torch_ops import _Call, _check_tensor, _gradient_like, _matrix, _number, _output_matrix, _output_vector, _vector
+from . import _checks, _core, distributed, torch_ops
+from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
 
 EMPTY_SUPPORT = ("zero", "full", "error")
 
@@ -200,21 +200,6 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 _backward.register_autograd(torch_ops._no_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
-def _check_shapes(hidden: Tensor, named: dict[str, Tensor | None], support_ids: Tensor) -> None:
-    shape = hidden.shape[:-1]
-    for name, tensor in named.items():
-        if tensor is not None and tensor.shape != shape and not (name == "temperature" and tensor.numel() == 1):
-            raise ValueError(
-                f"{name}: expected {list(shape)} to match hidden {list(hidden.shape)}, got {list(tensor.shape)}"
-            )
-    if support_ids.dtype != torch.int32:
-        raise TypeError(f"support_ids: expected int32, got {torch_ops.dtype_name(support_ids.dtype)}")
-    if support_ids.dim() != hidden.dim() or support_ids.shape[:-1] != shape:
-        raise ValueError(
-            f"support_ids: expected {[*shape, 'K']} to match hidden {list(hidden.shape)}, got {list(support_ids.shape)}"
-        )
-
-
 def _second_in_trajectory(rows: Tensor, trajectory_ids: Tensor) -> None:
     ids, counts = trajectory_ids[rows].unique(return_counts=True)
     if bool((counts > 1).any()):
@@ -280,42 +265,27 @@ def support_logprobs(
     """
     if empty_support not in EMPTY_SUPPORT:
         raise ValueError(f"empty_support: expected one of {', '.join(EMPTY_SUPPORT)}, got {empty_support!r}")
-    row_temperature = None
-    if isinstance(temperature, Tensor) and not (temperature.dim() == 0 and temperature.device.type == "cpu"):
-        if temperature.requires_grad:
-            raise ValueError("temperature: expected no gradient (it gets none), got a tensor that requires grad")
-        row_temperature, temperature = temperature, 1.0
-    named = {
-        "weight": weight, "support_ids": support_ids, "sampled_ids": sampled_ids, "bias": bias, "active": active,
-        "temperature": row_temperature, "trajectory_ids": trajectory_ids,
-    }  # fmt: skip
-    _check_tensor("hidden", hidden, hidden)
-    for name, tensor in named.items():
-        if tensor is not None:
-            _check_tensor(name, tensor, hidden)
-    if weight.dim() != 2 or (weight.shape[1] > 1 and weight.stride(1) != 1):
-        raise ValueError(
-            f"weight: expected [V, {hidden.shape[-1]}] with contiguous columns, got {list(weight.shape)} with strides "
-            f"{tuple(weight.stride())}"
-        )
-    rows = {name: named[name] for name in ("sampled_ids", "active", "temperature", "trajectory_ids")}
-    _check_shapes(hidden, rows, support_ids)
-    if group is not None and vocab_size is None:
-        raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
+    _checks.head(
+        hidden, weight, {"support_ids": support_ids, "sampled_ids": sampled_ids},
+        {"bias": bias, "active": active, "trajectory_ids": trajectory_ids},
+    )  # fmt: skip
+    temperature, row_temperature = _checks.temperature(temperature, hidden)
+    per_row = {"sampled_ids": sampled_ids, "active": active, "temperature": row_temperature}
+    _checks.rows(hidden, {**per_row, "trajectory_ids": trajectory_ids})
+    _checks.id_lists("support_ids", support_ids, hidden, (torch.int32,))
+    _checks.group(group, vocab_size)
     options = {
-        "temperature": _number("temperature", temperature),
-        "softcap": None if softcap is None else _number("softcap", softcap),
-        "logit_scale": _number("logit_scale", logit_scale),
+        "temperature": temperature,
+        "softcap": None if softcap is None else _checks.number("softcap", softcap),
+        "logit_scale": _checks.number("logit_scale", logit_scale),
         "ignore_index": ignore_index,
         "valid_vocab": valid_vocab,
         "vocab_start": vocab_start,
         "vocab_size": vocab_size,
     }
-    device = hidden.device.type
-    autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(device)
     logprob, entropy, _, valid = _forward(
         hidden, weight, bias, sampled_ids, support_ids, active, row_temperature, *options.values(),
-        "grad" if entropy_requires_grad else "metric", torch.get_autocast_dtype(device) if autocast else None,
+        "grad" if entropy_requires_grad else "metric", _checks.autocast_dtype(hidden),
         workspace_bytes or 0, check, backend, distributed.group_name(group),
     )  # fmt: skip
     if empty_support != "zero":

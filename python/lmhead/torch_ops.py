@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, _options, distributed
+from . import _checks, _core, _options, distributed
 
 # Numbers of a partial-softmax state.
 STATE_WIDTH = 4
@@ -319,8 +319,8 @@ def softmax_state(
 ) -> Tensor:
     """Partial-softmax state [..., 4] of each row: the maximum m of z, sum 2^u, sum 2^u u with u = (z - m) log2 e, and z
     at the target (+inf if it is outside the vocabulary). No gradient."""
-    if compute_dtype is None and torch.is_autocast_enabled(hidden.device.type):
-        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+    if compute_dtype is None:
+        compute_dtype = _checks.autocast_dtype(hidden)
     with torch.no_grad():
         return _softmax_state(hidden, weight, bias, targets, temperature, softcap, logit_scale, compute_dtype)
 
@@ -463,28 +463,6 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 _backward.register_autograd(_no_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
-def _check_tensor(name: str, tensor: Any, hidden: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected torch.Tensor like hidden, got {type(tensor).__name__}")
-    if hasattr(tensor, "full_tensor") and hasattr(tensor, "placements"):
-        raise TypeError(
-            f"{name}: expected a plain torch.Tensor, got a DTensor (FSDP2 or tensor parallel). Gather it with "
-            f"{name}.full_tensor(), or call inside the sharded module's forward, or pass {name}.to_local() "
-            "with vocab_start, vocab_size and group for rows sharded over the vocabulary"
-        )
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name}: expected a tensor on {hidden.device} like hidden, got {tensor.device}")
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            raise ValueError(f"{name}: expected no gradient (it gets none), got a tensor that requires grad")
-        if value.numel() != 1 or value.device.type != "cpu":
-            raise TypeError(f"{name}: expected a number, got a tensor {list(value.shape)} on {value.device}")
-    return float(value)
-
-
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -511,46 +489,23 @@ def linear_logprobs(
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See lmhead.linear_logprobs, whose options these are."""
-    _check_tensor("hidden", hidden, hidden)
-    if hidden.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"hidden: expected a tensor on the CPU or a CUDA device, got {hidden.device}")
-    _check_tensor("weight", weight, hidden)
-    _check_tensor("targets", targets, hidden)
-    for name, tensor in (("bias", bias), ("active", active), ("weight_main_grad", weight_main_grad)):
-        if tensor is not None:
-            _check_tensor(name, tensor, hidden)
-    if hidden.dim() < 1 or weight.dim() != 2:
-        hint = " (a sharded or flattened parameter? gather it first)" if weight.dim() == 1 else ""
-        raise ValueError(
-            f"weight: expected [V, H] for hidden [..., H], got {list(weight.shape)} "
-            f"and hidden {list(hidden.shape)}{hint}"
-        )
-    if weight.shape[1] > 1 and weight.stride(1) != 1:
-        raise ValueError(
-            f"weight: expected contiguous columns (stride 1 along H), got strides {tuple(weight.stride())}; "
-            "a copy would double the largest tensor: pass weight.contiguous() if that is meant"
-        )
-    shape = hidden.shape[:-1]
-    row_temperature = None
-    if isinstance(temperature, Tensor) and not (temperature.dim() == 0 and temperature.device.type == "cpu"):
-        _check_tensor("temperature", temperature, hidden)
-        if temperature.requires_grad:
-            raise ValueError("temperature: expected no gradient (it gets none), got a tensor that requires grad")
-        row_temperature, temperature = temperature, 1.0
+    _checks.head(
+        hidden, weight, {"targets": targets}, {"bias": bias, "active": active, "weight_main_grad": weight_main_grad}
+    )
+    temperature, row_temperature = _checks.temperature(temperature, hidden)
     if reduce_hidden_grad not in distributed.REDUCTIONS:
         raise ValueError(f"reduce_hidden_grad: expected None, 'sum' or 'reduce_scatter', got {reduce_hidden_grad!r}")
     if reduce_hidden_grad is not None and group is None:
         raise ValueError(f"reduce_hidden_grad: expected a group with it, got {reduce_hidden_grad!r} and group=None")
-    rows = "to match hidden"
+    per_row = {"targets": targets, "active": active, "temperature": row_temperature}
     if reduce_hidden_grad == "reduce_scatter":
-        if len(shape) == 0:
+        if hidden.dim() == 1:
             raise ValueError("hidden: expected [N, H] or more for reduce_scatter, got one row [H]")
         ranks = distributed.rank_and_size(group)[1]
-        shape, rows = torch.Size((ranks * shape[0], *shape[1:])), f"for {ranks} ranks with hidden"
-    for name, tensor in (("targets", targets), ("active", active), ("temperature", row_temperature)):
-        if tensor is None or tensor.shape == shape or (name == "temperature" and tensor.numel() == 1):
-            continue
-        raise ValueError(f"{name}: expected {list(shape)} {rows} {list(hidden.shape)}, got {list(tensor.shape)}")
+        shape = torch.Size((ranks * hidden.shape[0], *hidden.shape[1:-1]))
+        _checks.rows(hidden, per_row, shape, f"for {ranks} ranks with")
+    else:
+        _checks.rows(hidden, per_row)
     if weight_main_grad is not None:
         if weight_main_grad.shape != weight.shape:
             raise ValueError(
@@ -565,16 +520,14 @@ def linear_logprobs(
                 "weight_main_grad: expected contiguous columns (stride 1 along H), got strides "
                 f"{tuple(weight_main_grad.stride())}"
             )
-    if group is not None and vocab_size is None:
-        raise ValueError("vocab_size: expected the global vocabulary, required with group, got None")
-    device = hidden.device.type
-    if compute_dtype is None and hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        compute_dtype = torch.get_autocast_dtype(device)
+    _checks.group(group, vocab_size)
+    if compute_dtype is None:
+        compute_dtype = _checks.autocast_dtype(hidden)
     arguments = (
-        hidden, weight, bias, targets, active, row_temperature, weight_main_grad, _number("temperature", temperature),
-        None if softcap is None else _number("softcap", softcap), _number("logit_scale", logit_scale), ignore_index,
-        out_of_vocab, valid_vocab, vocab_start, vocab_size, entropy, compute_dtype, workspace_bytes, check, backend,
-        distributed.group_name(group), reduce_hidden_grad,
+        hidden, weight, bias, targets, active, row_temperature, weight_main_grad, temperature,
+        None if softcap is None else _checks.number("softcap", softcap), _checks.number("logit_scale", logit_scale),
+        ignore_index, out_of_vocab, valid_vocab, vocab_start, vocab_size, entropy, compute_dtype, workspace_bytes, check,
+        backend, distributed.group_name(group), reduce_hidden_grad,
     )  # fmt: skip
     if inference_only:
         with torch.no_grad():
