@@ -32,10 +32,10 @@ Status support_states(const SupportArgs& args, SoftmaxState* states, cudaStream_
 Status support_rows_backward(const SupportArgs& args, float* dl, const Matrix& hidden_gradient, bool accumulate,
                              cudaStream_t stream);
 
-/// Scratch bytes of support_weight_backward.
+/// Scratch bytes of support_weight_backward: sort buffers and partial sums.
 Result<std::size_t> support_weight_bytes(std::int64_t slots, std::int64_t v_local, std::int64_t h);
-/// Weight and bias gradients from dl: slots sorted by id (stable, so by token row within an id), one sum
-/// an id. Either may be absent. slots = N (K + 1) < 2^31.
+/// Weight and bias gradients from dl: slots sorted by id (stable, so by token row within an id), summed in
+/// windows of a length that N, K and H fix, then window by window. Either may be absent. slots = N (K + 1) < 2^31.
 Status support_weight_backward(const SupportArgs& args, const float* dl, const BackwardOutputs& out,
                                const ConstVector& targets, std::int64_t v_local, void* scratch,
                                std::size_t scratch_bytes, cudaStream_t stream);
