@@ -3,10 +3,12 @@
 //
 //   gpu_bench --case N,H,V [--case ...] [--op forward|forward_backward]... [--entropy off|metric|grad]...
 //             [--backend sm90|cuda_portable]... [--active F:PATTERN]... [--dtype bfloat16|float16]
-//             [--workspace-mib 512] [--reps 15] [--seconds 4] [--no-check] [--commit ID] [--out FILE]
+//             [--workspace-mib 512] [--cache-mib M]... [--reps 15] [--seconds 4] [--no-check] [--commit ID] [--out
+//             FILE]
 //
 // All candidates of a case and one cuBLASLt product [N, H] x [H, V] with 16-bit output (the unit) run in
 // rotation, each between two events, a round queued at once; medians. PATTERN: suffix, runs, scattered.
+// --cache-mib: most MiB of exponentials that the forward keeps for the backward (0: none), one candidate each.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -82,6 +84,7 @@ struct Arguments {
   std::vector<Activity> activities{{}};
   DType dtype = DType::kBFloat16;
   std::size_t workspace_mib = 512;
+  std::vector<std::size_t> cache_mibs;
   int reps = 15;
   double seconds = 4;
   bool check = true;
@@ -118,6 +121,8 @@ Arguments parse(int argc, char** argv) {
       a.dtype = value == "float16" ? DType::kFloat16 : DType::kBFloat16;
     } else if (name == "--workspace-mib") {
       a.workspace_mib = std::stoul(value);
+    } else if (name == "--cache-mib") {
+      a.cache_mibs.push_back(std::stoul(value));
     } else if (name == "--reps") {
       a.reps = std::stoi(value);
     } else if (name == "--seconds") {
@@ -133,6 +138,7 @@ Arguments parse(int argc, char** argv) {
   if (a.ops.empty()) a.ops = {"forward", "forward_backward"};
   if (a.entropies.empty()) a.entropies = {"grad"};
   if (a.backends.empty()) a.backends = {"sm90"};
+  if (a.cache_mibs.empty()) a.cache_mibs = {0};
   if (a.cases.empty()) fail("--case: expected at least one N,H,V");
   return a;
 }
@@ -193,8 +199,9 @@ struct Inputs {
 struct Candidate {
   std::string op, entropy, backend;
   Activity activity;
-  std::shared_ptr<Memory> mask, workspace;
-  std::size_t extra_bytes = 0;
+  std::size_t cache_mib = 0;
+  std::shared_ptr<Memory> mask, workspace, cache;
+  std::size_t extra_bytes = 0, cache_bytes = 0;
   std::function<void()> run;
   std::vector<float> ms;
 
@@ -250,6 +257,14 @@ void prepare(const Inputs& in, const Arguments& args, Candidate& c) {
   c.workspace = std::make_shared<Memory>(c.extra_bytes);
   e.workspace = c.workspace->as();
   e.workspace_bytes = c.extra_bytes;
+  if (c.cache_mib > 0) {
+    const Result<std::size_t> size = cache_size(p, c.cache_mib << 20, e);
+    require(size.status());
+    c.cache_bytes = *size;
+    c.cache = std::make_shared<Memory>(c.cache_bytes);
+    e.cache = c.cache->as();
+    e.cache_bytes = c.cache_bytes;
+  }
   c.run = [=] {
     require(forward(p, out, e));
     if (backward_too) require(backward(p, back, gradients, e));
@@ -291,6 +306,7 @@ Errors measure_errors(const Inputs& in, const Candidate& c) {
   require(cudaMemset(in.dx.as(), 0xff, Inputs::bytes(s.n * s.h, 2)));
   require(cudaMemset(in.dw.as(), 0xff, Inputs::bytes(s.v * s.h, 2)));
   require(cudaMemset(c.workspace->as(), 0xff, c.extra_bytes));
+  if (c.cache) require(cudaMemset(c.cache->as(), 0xff, c.cache_bytes));
   c.run();
   require(cudaDeviceSynchronize());
   const std::vector<std::uint8_t> mask = make_mask(s.n, c.activity);
@@ -383,11 +399,17 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
   for (const std::string& backend : args.backends)
     for (const std::string& op : args.ops)
       for (const std::string& entropy : args.entropies)
-        for (const Activity& activity : args.activities) {
-          Candidate c{op, entropy, backend, activity, nullptr, nullptr, 0, nullptr, {}};
-          prepare(in, args, c);
-          candidates.push_back(std::move(c));
-        }
+        for (const Activity& activity : args.activities)
+          for (const std::size_t cache_mib : args.cache_mibs) {
+            Candidate c;
+            c.op = op;
+            c.entropy = entropy;
+            c.backend = backend;
+            c.activity = activity;
+            c.cache_mib = cache_mib;
+            prepare(in, args, c);
+            candidates.push_back(std::move(c));
+          }
   // A round is queued whole and waited for once: on a starved stream an event pair would time the host.
   std::vector<float> unit_ms;
   std::vector<std::pair<cudaEvent_t, cudaEvent_t>> events(candidates.size() + 1);
@@ -424,25 +446,30 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
     const double ms = median(c.ms), gemm = median(unit_ms);
     double dense = NAN;
     for (const Candidate& d : candidates)
-      if (d.op == c.op && d.entropy == c.entropy && d.backend == c.backend && d.activity.pattern == "dense")
+      if (d.op == c.op && d.entropy == c.entropy && d.backend == c.backend && d.cache_mib == c.cache_mib &&
+          d.activity.pattern == "dense")
         dense = median(d.ms);
-    const std::string line =
-        "{\"op\": \"" + c.op + "\", \"backend\": \"" + c.backend + "\", \"n\": " + std::to_string(s.n) +
-        ", \"h\": " + std::to_string(s.h) + ", \"v\": " + std::to_string(s.v) + ", \"dtype\": \"" +
-        to_string(args.dtype) + "\", \"entropy\": \"" + c.entropy + "\", \"active\": " + number(c.activity.fraction) +
-        ", \"pattern\": \"" + c.activity.pattern + "\", \"ms\": " + number(ms) + ", \"gemm_ms\": " + number(gemm) +
-        ", \"units\": " + number(ms / gemm) + ", \"of_dense\": " + number(ms / dense) +
-        ", \"rounds\": " + std::to_string(c.ms.size()) +
-        ", \"extra_mib\": " + number(static_cast<double>(c.extra_bytes) / 1048576) +
-        ", \"workspace_mib\": " + std::to_string(args.workspace_mib) + ", \"logprob_err\": " + number(e.logprob) +
-        ", \"entropy_err\": " + number(e.entropy) + ", \"dx_err\": " + number(e.dx) + ", \"dw_err\": " + number(e.dw) +
-        ", \"device\": \"" + device + "\", \"driver\": \"" + driver + "\", \"commit\": \"" + args.commit +
-        "\", \"command\": \"" + args.command + "\"}";
+    const std::string line = "{\"op\": \"" + c.op + "\", \"backend\": \"" + c.backend +
+                             "\", \"n\": " + std::to_string(s.n) + ", \"h\": " + std::to_string(s.h) +
+                             ", \"v\": " + std::to_string(s.v) + ", \"dtype\": \"" + to_string(args.dtype) +
+                             "\", \"entropy\": \"" + c.entropy + "\", \"active\": " + number(c.activity.fraction) +
+                             ", \"pattern\": \"" + c.activity.pattern + "\", \"ms\": " + number(ms) +
+                             ", \"gemm_ms\": " + number(gemm) + ", \"units\": " + number(ms / gemm) +
+                             ", \"of_dense\": " + number(ms / dense) + ", \"rounds\": " + std::to_string(c.ms.size()) +
+                             ", \"extra_mib\": " + number(static_cast<double>(c.extra_bytes) / 1048576) +
+                             ", \"workspace_mib\": " + std::to_string(args.workspace_mib) +
+                             ", \"cache_mib\": " + number(static_cast<double>(c.cache_bytes) / 1048576) +
+                             ", \"logprob_err\": " + number(e.logprob) + ", \"entropy_err\": " + number(e.entropy) +
+                             ", \"dx_err\": " + number(e.dx) + ", \"dw_err\": " + number(e.dw) + ", \"device\": \"" +
+                             device + "\", \"driver\": \"" + driver + "\", \"commit\": \"" + args.commit +
+                             "\", \"command\": \"" + args.command + "\"}";
     if (file != nullptr) *file << line << "\n" << std::flush;
     std::printf(
-        "%-16s %-13s %-6s %4.2f %-9s %ldx%ldx%ld  %9.3f ms %6.3f units  of dense %5.3f  errors %.2g %.2g %.2g %.2g\n",
-        c.op.c_str(), c.backend.c_str(), c.entropy.c_str(), c.activity.fraction, c.activity.pattern.c_str(), s.n, s.h,
-        s.v, ms, ms / gemm, ms / dense, e.logprob, e.entropy, e.dx, e.dw);
+        "%-16s %-13s %-6s %4.2f %-9s cache %6.0f MiB %ldx%ldx%ld  %9.3f ms %6.3f units  of dense %5.3f  errors %.2g "
+        "%.2g %.2g %.2g\n",
+        c.op.c_str(), c.backend.c_str(), c.entropy.c_str(), c.activity.fraction, c.activity.pattern.c_str(),
+        static_cast<double>(c.cache_bytes) / 1048576, s.n, s.h, s.v, ms, ms / gemm, ms / dense, e.logprob, e.entropy,
+        e.dx, e.dw);
     std::fflush(stdout);
   }
   std::printf("unit %ldx%ldx%ld %.3f ms, %.0f TFLOP/s\n", s.n, s.h, s.v, median(unit_ms),

@@ -27,6 +27,9 @@ void bind_calls(nb::module_& m) {
                              const OwnedExecution& execution) {
     return value_or_raise(workspace_size(problem, operation, gradients, execution.get())).bytes;
   });
+  m.def("cache_size", [](const Problem& problem, std::size_t budget, const OwnedExecution& execution) {
+    return value_or_raise(cache_size(problem, budget, execution.get()));
+  });
   m.def("forward", [](const Problem& problem, const ForwardOutputs& outputs, const OwnedExecution& execution) {
     raise_if_error(without_gil([&] { return forward(problem, outputs, execution.get()); }));
   });

@@ -100,6 +100,11 @@ void bind_types(nb::module_& m) {
       .def("set_check", member(&Execution::check), nb::arg("check").none())
       .def("set_allow_tf32", member(&Execution::allow_tf32))
       .def("set_stream", [](OwnedExecution& self, Address stream) { self.options.stream = pointer(stream); })
+      .def("set_cache",
+           [](OwnedExecution& self, Address data, std::size_t bytes) {
+             self.options.cache = pointer(data);
+             self.options.cache_bytes = bytes;
+           })
       .def("set_workspace", [](OwnedExecution& self, Address data, std::size_t bytes) {
         self.options.workspace = pointer(data);
         self.options.workspace_bytes = bytes;

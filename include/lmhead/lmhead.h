@@ -35,6 +35,15 @@ enum class Operation : std::uint8_t { kForward, kForwardPartial, kBackward };
 Result<WorkspaceSize> workspace_size(const Problem& problem, Operation operation, const BackwardOutputs& gradients = {},
                                      const Execution& execution = {});
 
+/// Bytes for Execution::cache, at most `budget`: what the largest number of leading active rows needs whose
+/// exponentials the forward can keep there for the backward; 0 when no tile of 128 rows fits. About 2.06 V_local bytes
+/// a row and 8 N. Forward and backward must be given the same size. kUnsupported where the backend that `execution`
+/// leads to keeps none: "sm90" alone does, for bf16.
+///
+/// A cache changes no bit of logprob, entropy and lse; gradients are within 1.1 of the errors without it
+/// (docs/numerics.md).
+Result<std::size_t> cache_size(const Problem& problem, std::size_t budget, const Execution& execution = {});
+
 /// Folds this shard's columns into one state per row.
 ///
 /// state  [N, 4] fp32 (fp64 for fp64 inputs), contiguous rows: max m of z in nats, s = sum 2^u and

@@ -149,6 +149,12 @@ struct Execution {
   std::size_t workspace_bytes = 0;
   /// Budget for the workspace query: 0 means 64 MiB on the CPU, 512 MiB on the GPU.
   std::size_t workspace_budget = 0;
+  /// Memory on `device` (256-byte aligned on the GPU) that forward or forward_partial fills, so that backward need not
+  /// repeat the projection of the rows that fit, and that backward of the same problem and backend reads, any number
+  /// of times; cache_size() says how many bytes. What it holds is the backend's own; it must stay as the forward left
+  /// it until the last backward. A pass into a cache of cache_bytes 0 is the plain call. combine() ignores it.
+  void* cache = nullptr;
+  std::size_t cache_bytes = 0;
   /// cudaStream_t for Device::kCuda. No call synchronises it unless `check` is on.
   void* stream = nullptr;
   /// Read and check the values of ids and temperatures. Default: true on the CPU, false on the GPU,

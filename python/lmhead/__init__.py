@@ -169,8 +169,10 @@ def linear_logprobs(
         compute_dtype: torch dtype in which hidden and weight are multiplied (accumulation stays fp32); the weight is
             rounded tile by tile. Default: autocast's, else the weight's.
         workspace_bytes: budget for scratch memory. Default: 64 MiB on the CPU, 512 MiB on a GPU.
-        cache_bytes: at most this much may be kept from the forward to speed up the backward. No backend of this
-            version keeps any.
+        cache_bytes: at most this much GPU memory holds exponentials of the forward (2 bytes a logit) until the
+            backward, which then does not repeat the projection of the first active rows that fit: a quarter of forward
+            and backward less when all fit. Changes no bit of the results, and gradients by less than a tenth of their
+            error. Backend "sm90" and bf16 only; otherwise a NotImplementedError, unless no backward can come.
         check: read and check ids and temperatures. Default: on the CPU only, since a GPU would have to wait;
             unchecked, a bad one makes its own row NaN.
         backend: "auto", or one of `info()`; a backend that cannot run the call is an error.
@@ -184,7 +186,6 @@ def linear_logprobs(
         MemoryError, torch.OutOfMemoryError: there is no room for results or workspace.
     """
     entropy = _options.entropy_mode(return_entropy, entropy_requires_grad, inference_only)
-    _options.byte_count("cache_bytes", cache_bytes, 0)
     options = {
         "bias": bias,
         "active": active,
@@ -198,6 +199,7 @@ def linear_logprobs(
         "vocab_size": vocab_size,
         "entropy": entropy,
         "inference_only": inference_only,
+        "cache_bytes": _options.byte_count("cache_bytes", cache_bytes, 0),
         "workspace_bytes": 0 if workspace_bytes is None else _options.byte_count("workspace_bytes", workspace_bytes, 1),
         "check": check,
         "backend": backend,

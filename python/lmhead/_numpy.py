@@ -37,9 +37,9 @@ def _array(name: str, value: object) -> np.ndarray | None:
 
 
 def linear_logprobs(
-    hidden, weight, targets, *, bias, active, temperature, entropy, workspace_bytes, check, backend, **options
+    hidden, weight, targets, *, bias, active, temperature, entropy, workspace_bytes, cache_bytes, check, backend, **options
 ):
-    """See lmhead.linear_logprobs, whose options these are."""
+    """See lmhead.linear_logprobs, whose options these are; without a backward cache_bytes has no use."""
     if entropy == "grad":
         raise NotImplementedError("entropy_requires_grad: expected torch tensors, got numpy.ndarray (forward only)")
     weight, targets = _array("weight", weight), _array("targets", targets)

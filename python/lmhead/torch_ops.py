@@ -1,6 +1,6 @@
 """`torch.library` operators under `lmhead::`, and the function form on top of them.
 
-    lmhead::linear_logprobs            forward: (logprob, entropy, lse)
+    lmhead::linear_logprobs            forward: (logprob, entropy, lse, cache)
     lmhead::linear_logprobs_backward   (hidden, weight, bias) gradients
     lmhead::linear_logprobs_backward_  the same, and adds the weight's gradient to weight_main_grad
 
@@ -125,6 +125,10 @@ class _Call:
         size = _core.workspace_size(self.problem, operation, gradients or _core.BackwardOutputs(), self.execution)
         self.set_workspace(size)
 
+    def set_cache(self, cache: Tensor | None) -> None:
+        if cache is not None and cache.numel():
+            self.execution.set_cache(cache.data_ptr(), cache.numel())
+
     def set_workspace(self, size: int) -> None:
         if self.device.type == "cuda" and size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -134,6 +138,15 @@ class _Call:
 def _empty_gathered(hidden: Tensor, group: str) -> Tensor:
     """Room for the rows of all ranks under sequence parallelism."""
     return hidden.new_empty((distributed.rank_and_size(group)[1] * hidden.shape[0], *hidden.shape[1:]))
+
+
+def cache_room(cache_bytes: int, n: int, v: int) -> int:
+    """Bytes to allocate for what the forward keeps of n rows over v columns: no more than it can use. In plain
+    arithmetic, since sizes may be symbols here."""
+    if not cache_bytes:
+        return 0
+    # lmhead::cache_size asks for 528 bytes a row and tile of 256 columns; octants and a shard's ends round up.
+    return torch.sym_min(cache_bytes, (n + 15) * ((v // 256 + 12) * 528 + 8) + 1024)
 
 
 def result_dtype(hidden: Tensor) -> torch.dtype:
@@ -164,7 +177,8 @@ def _forward(
     backend: str,
     group: str | None,
     reduce_hidden_grad: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    cache_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = {name: value for name, value in locals().items() if name in _OPTIONS}
     with distributed.reporting(group, check, hidden.device):
         rows = hidden if reduce_hidden_grad != "reduce_scatter" else _empty_gathered(hidden, group)
@@ -181,6 +195,10 @@ def _forward(
             if group is not None:
                 states = torch.empty((ranks * n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
+            cache = hidden.new_empty(cache_room(cache_bytes, n, weight.shape[0]), dtype=torch.uint8)
+            if cache_bytes:
+                _core.cache_size(call.problem, cache_bytes, call.execution)  # raises where none can be kept
+            call.set_cache(cache)
     with call.guard():
         if distributed.is_checked(check, call.device):
             distributed.settle(call, "linear_logprobs", group, extra=distributed.REDUCTIONS.index(reduce_hidden_grad))
@@ -194,15 +212,17 @@ def _forward(
             distributed.gather_rows("state", state, group, states)
             _core.combine(call.problem, _matrix("states", states), outputs, call.execution)
     shape = targets.shape
-    return logprob.view(shape), entropies if entropy == "off" else entropies.view(shape), lse.view(shape)
+    return logprob.view(shape), entropies if entropy == "off" else entropies.view(shape), lse.view(shape), cache
 
 
 @_forward.register_fake
 def _(hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options):
+    cache_bytes = options[-1]
     entropy = options[_OPTIONS.index("entropy")]
     logprob, lse = (hidden.new_empty(targets.shape, dtype=result_dtype(hidden)) for _ in range(2))
     entropies = hidden.new_empty((0,) if entropy == "off" else targets.shape, dtype=result_dtype(hidden))
-    return logprob, entropies, lse
+    cache = hidden.new_empty(cache_room(cache_bytes, targets.numel(), weight.shape[0]), dtype=torch.uint8)
+    return logprob, entropies, lse, cache
 
 
 def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
@@ -221,6 +241,7 @@ def _run_backward(
     row_temperature: Tensor | None,
     lse: Tensor,
     entropies: Tensor | None,
+    cache: Tensor | None,
     weight_main_grad: Tensor | None,
     need_hidden: bool,
     need_weight: bool,
@@ -259,6 +280,7 @@ def _run_backward(
         if need_bias:
             outputs.bias = _output_vector(db)
         call.reserve_workspace(_core.Operation.backward, outputs)
+        call.set_cache(cache)
         _core.backward(call.problem, inputs, outputs, call.execution)
         if need_hidden and reduce_hidden_grad is not None:
             dx = distributed.reduce_hidden_grad(dx, reduce_hidden_grad, group).to(hidden.dtype)
@@ -337,6 +359,7 @@ def _backward(
     row_temperature: Tensor | None,
     lse: Tensor,
     entropies: Tensor | None,
+    cache: Tensor | None,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -358,7 +381,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     scope = locals()
     return _run_backward(
-        dlogprob, dentropy, hidden, weight, bias, targets, active, row_temperature, lse, entropies, None,
+        dlogprob, dentropy, hidden, weight, bias, targets, active, row_temperature, lse, entropies, cache, None,
         need_hidden, need_weight, need_bias, reduce_hidden_grad, {name: scope[name] for name in _OPTIONS},
     )  # fmt: skip
 
@@ -376,6 +399,7 @@ def _backward_main_grad(
     row_temperature: Tensor | None,
     lse: Tensor,
     entropies: Tensor | None,
+    cache: Tensor | None,
     need_hidden: bool,
     need_bias: bool,
     reduce_hidden_grad: str | None,
@@ -396,15 +420,15 @@ def _backward_main_grad(
 ) -> tuple[Tensor, Tensor]:
     scope = locals()
     dx, _, db = _run_backward(
-        dlogprob, dentropy, hidden, weight, bias, targets, active, row_temperature, lse, entropies, weight_main_grad,
-        need_hidden, False, need_bias, reduce_hidden_grad, {name: scope[name] for name in _OPTIONS},
+        dlogprob, dentropy, hidden, weight, bias, targets, active, row_temperature, lse, entropies, cache,
+        weight_main_grad, need_hidden, False, need_bias, reduce_hidden_grad, {name: scope[name] for name in _OPTIONS},
     )  # fmt: skip
     return dx, db
 
 
 @_backward.register_fake
 def _(dlogprob, dentropy, hidden, weight, bias, *rest):
-    need_hidden, need_weight, need_bias = rest[5:8]
+    need_hidden, need_weight, need_bias = rest[6:9]
     return (
         _gradient_like(hidden, need_hidden, hidden),
         _gradient_like(weight, need_weight, hidden),
@@ -414,24 +438,25 @@ def _(dlogprob, dentropy, hidden, weight, bias, *rest):
 
 @_backward_main_grad.register_fake
 def _(weight_main_grad, dlogprob, dentropy, hidden, weight, bias, *rest):
-    need_hidden, need_bias = rest[5:7]
+    need_hidden, need_bias = rest[6:8]
     return _gradient_like(hidden, need_hidden, hidden), _gradient_like(bias, need_bias, hidden)
 
 
 def _setup_context(ctx, inputs, output):
-    hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options, reduce_hidden_grad = inputs
-    logprob, entropies, lse = output
+    hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options, reduce_hidden_grad, cache_bytes = inputs
+    logprob, entropies, lse, cache = output
     ctx.options, ctx.reduce_hidden_grad = tuple(options), reduce_hidden_grad
     ctx.differentiable_entropy = options[_OPTIONS.index("entropy")] == "grad"
-    ctx.mark_non_differentiable(*((lse,) if ctx.differentiable_entropy else (lse, entropies)))
+    ctx.mark_non_differentiable(*((lse, cache) if ctx.differentiable_entropy else (lse, cache, entropies)))
     ctx.set_materialize_grads(False)
     # Not a saved tensor: every backward changes it in place.
     ctx.weight_main_grad = weight_main_grad
     saved_entropy = entropies if ctx.differentiable_entropy else None
-    ctx.save_for_backward(hidden, weight, bias, targets, active, row_temperature, lse, saved_entropy)
+    saved_cache = cache if cache_bytes else None
+    ctx.save_for_backward(hidden, weight, bias, targets, active, row_temperature, lse, saved_entropy, saved_cache)
 
 
-def _autograd_backward(ctx, dlogprob, dentropy, dlse):
+def _autograd_backward(ctx, dlogprob, dentropy, dlse, dcache):
     if not ctx.differentiable_entropy:
         dentropy = None
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -485,6 +510,7 @@ def linear_logprobs(
     weight_main_grad: Tensor | None,
     compute_dtype: torch.dtype | None,
     workspace_bytes: int,
+    cache_bytes: int,
     check: bool | None,
     backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -521,17 +547,21 @@ def linear_logprobs(
                 f"{tuple(weight_main_grad.stride())}"
             )
     _checks.group(group, vocab_size)
+    if inference_only or not torch.is_grad_enabled() or not any(
+        t is not None and t.requires_grad for t in (hidden, weight, bias)
+    ):
+        cache_bytes = 0  # no backward will come
     if compute_dtype is None:
         compute_dtype = _checks.autocast_dtype(hidden)
     arguments = (
         hidden, weight, bias, targets, active, row_temperature, weight_main_grad, temperature,
         None if softcap is None else _checks.number("softcap", softcap), _checks.number("logit_scale", logit_scale),
         ignore_index, out_of_vocab, valid_vocab, vocab_start, vocab_size, entropy, compute_dtype, workspace_bytes, check,
-        backend, distributed.group_name(group), reduce_hidden_grad,
+        backend, distributed.group_name(group), reduce_hidden_grad, cache_bytes,
     )  # fmt: skip
     if inference_only:
         with torch.no_grad():
-            logprob, entropies, _ = _forward(*arguments)
+            logprob, entropies, *_ = _forward(*arguments)
     else:
-        logprob, entropies, _ = _forward(*arguments)
+        logprob, entropies, *_ = _forward(*arguments)
     return logprob if entropy == "off" else (logprob, entropies)

@@ -43,6 +43,8 @@ struct Implementation {
   Status (*combine)(const ResolvedProblem&, const ConstMatrix& states, const ForwardOutputs&, const Execution&);
   Status (*forward)(const ResolvedProblem&, const ForwardOutputs&, const Execution&);
   Status (*backward)(const ResolvedProblem&, const BackwardInputs&, const BackwardOutputs&, const Execution&);
+  /// Bytes of cache, at most `budget`, that this backend fills for a bf16 problem; nullptr: it keeps none.
+  std::size_t (*cache_size)(const ResolvedProblem&, std::size_t budget) = nullptr;
   /// Compiled configurations of an operation, the analytic default first; nullptr: there is no choice.
   std::span<const Configuration> (*configurations)(Operation) = nullptr;
   /// What tuned times depend on, for the current device; lives as long as the process. Goes with `configurations`.

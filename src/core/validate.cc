@@ -277,6 +277,11 @@ Status validate_backward(const ResolvedProblem& r, const BackwardInputs& in, con
   return {};
 }
 
+Status validate_cache(const Execution& e) {
+  if (e.cache != nullptr) return {};
+  return invalid("cache", str(static_cast<std::int64_t>(e.cache_bytes)) + " bytes", "a null pointer");
+}
+
 Status validate_workspace(const Execution& e, const WorkspaceSize& needed, bool may_allocate) {
   if (e.workspace == nullptr) {
     if (may_allocate || needed.bytes == 0) return {};

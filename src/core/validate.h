@@ -18,6 +18,8 @@ Status validate_outputs(const ResolvedProblem& problem, const ForwardOutputs& ou
 Status validate_backward(const ResolvedProblem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs);
 /// The caller's workspace against what the call needs. nullptr is fine where `may_allocate`.
 Status validate_workspace(const Execution& execution, const WorkspaceSize& needed, bool may_allocate);
+/// The caller's cache of more than 0 bytes.
+Status validate_cache(const Execution& execution);
 
 /// Shape, dtype and memory of an [N, K] operand.
 Status validate_rows_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t k, DType dtype);

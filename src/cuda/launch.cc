@@ -207,12 +207,15 @@ Status check_device_pointers(const ResolvedProblem& r, const Execution& e) {
   LMHEAD_RETURN_IF_ERROR(check("hidden", r.given.hidden.data));
   LMHEAD_RETURN_IF_ERROR(check("weight", r.given.weight.data));
   LMHEAD_RETURN_IF_ERROR(check("targets", r.given.targets.data));
-  LMHEAD_RETURN_IF_ERROR(check("workspace", e.workspace));
-  if (reinterpret_cast<std::uintptr_t>(e.workspace) % kWorkspaceAlignment != 0)
+  const auto check_aligned = [&](const char* name, const void* data) -> Status {
+    LMHEAD_RETURN_IF_ERROR(check(name, data));
+    const auto remainder = reinterpret_cast<std::uintptr_t>(data) % kWorkspaceAlignment;
+    if (remainder == 0) return {};
     return {StatusCode::kInvalidArgument,
-            "workspace: expected a 256-byte aligned address, got remainder " +
-                std::to_string(reinterpret_cast<std::uintptr_t>(e.workspace) % kWorkspaceAlignment)};
-  return {};
+            std::string(name) + ": expected a 256-byte aligned address, got remainder " + std::to_string(remainder)};
+  };
+  LMHEAD_RETURN_IF_ERROR(check_aligned("workspace", e.workspace));
+  return e.cache_bytes > 0 ? check_aligned("cache", e.cache) : Status();
 }
 
 Status multiply(const Product& p, cudaStream_t stream) {

@@ -142,6 +142,7 @@ __global__ void fold_kernel(FoldChunk chunk, RowInputs rows, std::int64_t n, Row
     for (int delta = 1; delta < kLanesPerRow; delta *= 2) state = merge(state, shuffle_down(lanes, state, delta));
     if (octant != 0) continue;
     if (out.state != nullptr) out.state[row] = state;
+    if (out.target != nullptr) out.target[row] = state.target;
     write_row(out, row, active ? finish(state, target_in_vocab(rows, row)) : RowResult<float>{0.0f, 0.0f, 0.0f});
   }
 }
@@ -223,7 +224,7 @@ RowInputs row_inputs(const ResolvedProblem& r, std::int64_t begin, std::int64_t 
 }
 
 RowOutputs row_outputs(const ForwardOutputs& o, std::int64_t begin, std::int64_t count) {
-  return {slice(o.logprob, begin, count), slice(o.entropy, begin, count), slice(o.lse, begin, count), nullptr};
+  return {slice(o.logprob, begin, count), slice(o.entropy, begin, count), slice(o.lse, begin, count), nullptr, nullptr};
 }
 
 void prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, const RowList& list, RowTerms* terms,

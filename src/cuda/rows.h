@@ -59,6 +59,7 @@ Status compact_rows(const RowInputs& rows, std::int64_t n, bool backward, std::i
 struct RowOutputs {
   Vector logprob, entropy, lse;
   SoftmaxState* state = nullptr;  ///< [n, 4]: the merged state itself, for forward_partial
+  float* target = nullptr;        ///< [n]: z at the target, of active rows only
 };
 /// Results of rows [begin, begin + count).
 RowOutputs row_outputs(const ForwardOutputs& outputs, std::int64_t begin, std::int64_t count);

@@ -10,6 +10,7 @@
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 #include "cuda/selected.h"
+#include "cuda/sm90_cache.h"
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_forward.h"
 #include "cuda/sm90_gemm.h"
@@ -19,8 +20,6 @@
 namespace lmhead::cuda::sm90 {
 namespace {
 
-/// Rows whose bookkeeping (terms, list) is held at a time: 10 MiB.
-constexpr std::int64_t kRange = std::int64_t{1} << 18;
 /// The forward's whole workspace stays below this, whatever the budget.
 constexpr std::size_t kForwardBytes = std::size_t{128} << 20;
 constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 2 * kTileColumns;
@@ -155,7 +154,7 @@ struct ForwardLayout {
 
   static Result<ForwardLayout> make(const ResolvedProblem& r, const Execution& e, void* base) {
     Workspace w(base);
-    const std::int64_t range = std::min(r.n, kRange), start = r.given.vocab_start;
+    const std::int64_t range = std::min(r.n, kRangeRows), start = r.given.vocab_start;
     const SegmentGrid grid = SegmentGrid::of(r.order(), start, start + r.v_valid);
     ForwardLayout l{range, grid, 0, 0, Common(w, r, range), nullptr, nullptr, nullptr, nullptr, 0};
     const std::int64_t row_states = grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
@@ -176,9 +175,22 @@ struct ForwardLayout {
   }
 };
 
+/// Where the chunk of rows from place `first` of the list on is kept; chunks begin at whole tiles.
+KeptTiles keep_rows(const CacheLayout& cache, std::int64_t first, std::int64_t rows) {
+  const auto kept = static_cast<int>(std::clamp<std::int64_t>(cache.rows - first, 0, rows));
+  if (kept == 0) return {};
+  const std::int64_t block = first / kBlockRows;
+  return {cache.exponentials + block * kBlockVectors,
+          cache.top + block * kBlockTops,
+          cache.blocks,
+          kept,
+          cache.tiles_per_octant,
+          cache.first_tile};
+}
+
 /// Rows [begin, begin + n) of the problem.
 Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int64_t begin, std::int64_t n,
-                     const RowOutputs& outputs, const Execution& e) {
+                     const RowOutputs& outputs, const CacheLayout& cache, const Execution& e) {
   const cudaStream_t stream = stream_of(e);
   const RowInputs inputs = row_inputs(r, begin, n);
   // Inactive rows of a single tile cost nothing, and listing them would: launches, at small N most of the time.
@@ -194,6 +206,10 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
     prepare_rows(inputs, n, false, {}, l.common.terms, stream);
     LMHEAD_RETURN_IF_ERROR(to_status(cudaMemsetAsync(l.tickets, 0, sizeof(int), stream), "cudaMemsetAsync"));
   }
+
+  if (cache.rows > 0)
+    LMHEAD_RETURN_IF_ERROR(
+        note_places(listed ? RowList{l.common.index, l.common.active} : RowList{}, n, cache.place, stream));
 
   ForwardWork work{};
   const bool any = l.grid.count() > 0;
@@ -214,6 +230,7 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
     work.partial_stride = rows;
     work.max_rows = static_cast<int>(rows);
     work.group = l2_group(ceil_div(rows, kTileRows), r.h, l2_percent(r));
+    work.kept = keep_rows(cache, first, rows);
     if (any)
       LMHEAD_RETURN_IF_ERROR(
           launch_forward(work, r.compute, r.given.entropy != EntropyMode::kOff, multiprocessors, stream));
@@ -246,11 +263,13 @@ Status run_forward(const ResolvedProblem& r, const ForwardOutputs& outputs, Soft
   Result<ForwardLayout> layout = ForwardLayout::make(r, e, e.workspace);
   if (!layout.ok()) return layout.status();
   layout->common.prepare_bias(r, stream_of(e));
+  const CacheLayout cache = CacheLayout::make(r, e.cache, e.cache_bytes);
   for (std::int64_t begin = 0; begin < r.n; begin += layout->range) {
     const std::int64_t n = std::min(layout->range, r.n - begin);
     RowOutputs out = row_outputs(outputs, begin, n);
     if (states != nullptr) out.state = states + begin;
-    LMHEAD_RETURN_IF_ERROR(forward_range(r, *layout, begin, n, out, e));
+    if (begin == 0) out.target = cache.target;
+    LMHEAD_RETURN_IF_ERROR(forward_range(r, *layout, begin, n, out, begin == 0 ? cache : CacheLayout{}, e));
   }
   return {};
 }
@@ -262,6 +281,7 @@ struct BackwardLayout {
   BackwardChunk chunk;
   Common common;
   std::int64_t* counts;  ///< rows of each row chunk
+  std::int64_t* cached;  ///< rows of the list that the cache holds
   int* tickets;          ///< two a chunk: of dlogits and of the products
   std::uint16_t* gathered;
   std::int64_t gathered_stride;
@@ -281,12 +301,13 @@ struct BackwardLayout {
   static Result<BackwardLayout> make(const ResolvedProblem& r, const BackwardOutputs& out, const Execution& e,
                                      void* base) {
     Workspace w(base);
-    const std::int64_t range = std::min(r.n, kRange);
+    const std::int64_t range = std::min(r.n, kRangeRows);
     BackwardLayout l{
-        range,   {}, Common(w, r, range), nullptr, nullptr, nullptr, r.h, nullptr, nullptr, nullptr, nullptr,
+        range,   {}, Common(w, r, range), nullptr, nullptr, nullptr, nullptr, r.h, nullptr, nullptr, nullptr, nullptr,
         nullptr, {}};
     const std::int64_t v = r.v_valid;
     l.counts = w.take<std::int64_t>(ceil_div(range, kTileRows));
+    l.cached = w.take<std::int64_t>(1);
     const bool bias = !out.bias.absent();
     l.bias_sums = bias ? w.take<float>(v) : nullptr;
     const bool in_gradient = gathers_in_gradient(r, out);
@@ -351,6 +372,7 @@ class Backward {
         out_(out),
         l_(l),
         stream_(stream_of(e)),
+        cache_(CacheLayout::make(r, e.cache, e.cache_bytes)),
         multiprocessors_((*current_device())->multiprocessors),
         // Without an entropy gradient off and metric are one: no work is done for it.
         entropy_(r.given.entropy == EntropyMode::kGrad && !in.dentropy.absent()) {}
@@ -389,8 +411,15 @@ class Backward {
     // An fp32 gradient is written row by row through the list: the rows outside it here.
     if (!hidden_.absent() && !out_.accumulate_hidden && l_.hidden_sums == nullptr)
       finish_hidden(nullptr, l_.common.index, l_.common.active, 0, 0, true, hidden_, stream_);
+    if (reads_cache() && !all_cached())
+      count_cached({l_.common.index, l_.common.active}, cache_.place, cache_.rows, l_.cached, stream_);
     return {};
   }
+
+  /// The cache holds rows of the first range.
+  bool reads_cache() const { return begin_ == 0 && cache_.rows > 0; }
+  bool all_cached() const { return reads_cache() && cache_.rows >= rows_; }
+  const std::int64_t* cached_count() const { return all_cached() ? l_.common.active : l_.cached; }
 
   Status row_chunk(std::int64_t k, bool first) {
     const std::int64_t begin = k * l_.chunk.rows, rows = std::min(l_.chunk.rows, rows_ - begin);
@@ -416,6 +445,23 @@ class Backward {
     dlogits.h = static_cast<int>(r_.h);
     dlogits.group = l2_group(ceil_div(rows, kTileRows), r_.h, l2_percent(r_));
 
+    CachedWork cached{};
+    if (reads_cache()) {
+      const std::int64_t start = r_.given.vocab_start;
+      cached.cache = cache_;
+      cached.segments = make_segments(SegmentGrid::of(r_.order(), start, start + r_.v_valid), start);
+      cached.head = dlogits.head;
+      cached.terms = dlogits.terms;
+      cached.index = l_.common.index + begin;
+      cached.count = count;
+      cached.cached = dlogits.cached = cached_count();
+      cached.begin = dlogits.begin = begin;
+      cached.dl = l_.dl;
+      cached.dl_stride = l_.chunk.columns;
+      cached.max_rows = rows;
+      cached.entropy = entropy_;
+    }
+
     GemmWork gemm{};
     LMHEAD_RETURN_IF_ERROR(hidden_map(&gemm.hidden, r_, begin_ + begin, rows, kTileDepth));
     LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&gemm.gathered, gathered, r_.compute, rows, r_.h, l_.gathered_stride,
@@ -436,11 +482,13 @@ class Backward {
                                  static_cast<std::uint32_t>(box_rows), kTileDepth);
       };
       LMHEAD_RETURN_IF_ERROR(dl_map(&dlogits.dl, kTileDepth));
-      dlogits.column = gemm.column = static_cast<int>(v);
-      dlogits.columns = gemm.columns = static_cast<int>(columns);
+      dlogits.column = gemm.column = cached.column = static_cast<int>(v);
+      dlogits.columns = gemm.columns = cached.columns = static_cast<int>(columns);
       dlogits.ticket = l_.tickets + 2 * (k * l_.column_chunks(r_.v_valid) + c);
       gemm.ticket = dlogits.ticket + 1;
-      LMHEAD_RETURN_IF_ERROR(launch_dlogits(dlogits, r_.compute, entropy_, multiprocessors_, stream_));
+      if (reads_cache()) LMHEAD_RETURN_IF_ERROR(launch_cached(cached, stream_));
+      if (!all_cached())
+        LMHEAD_RETURN_IF_ERROR(launch_dlogits(dlogits, r_.compute, entropy_, multiprocessors_, stream_));
       if (!inputs_.selected.absent())
         add_selected({l_.dl, l_.chunk.columns, r_.compute, rows, v, v + columns,
                       static_cast<float>(r_.given.logit_scale), static_cast<float>(r_.given.softcap.value_or(0.0))},
@@ -483,6 +531,7 @@ class Backward {
   const BackwardOutputs& out_;
   const BackwardLayout& l_;
   const cudaStream_t stream_;
+  const CacheLayout cache_;
   const int multiprocessors_;
   const bool entropy_;
   std::int64_t begin_ = 0, rows_ = 0;  ///< the current range
@@ -521,6 +570,10 @@ Result<WorkspaceSize> workspace_size(const ResolvedProblem& r, Operation operati
   return WorkspaceSize{layout->bytes, 0};
 }
 
+std::size_t cache_size(const ResolvedProblem& r, std::size_t budget) {
+  return CacheLayout::make(r, nullptr, budget).bytes;
+}
+
 }  // namespace
 }  // namespace lmhead::cuda::sm90
 
@@ -542,6 +595,7 @@ const Implementation kSm90Cuda = {
     .forward = [](const ResolvedProblem& r, const ForwardOutputs& o,
                   const Execution& e) { return cuda::sm90::run_forward(r, o, nullptr, e); },
     .backward = cuda::sm90::run_backward,
+    .cache_size = cuda::sm90::cache_size,
     .configurations = [](Operation) { return std::span<const Configuration>(cuda::sm90::kConfigurations); },
     .tuning_source = [] { return cuda::tuning_source("sm90"); },
 };

@@ -1,8 +1,10 @@
 // dlogits: the forward's main loop again, with an epilogue that turns logits into their gradient in fp32,
 // subtracts the target before the one rounding, and streams the tile out through shared memory and TMA.
 #include "cuda/launch.h"
+#include "cuda/sm90_cache.h"
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_epilogue.cuh"
+#include "cuda/sm90_gradient.cuh"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {
@@ -14,31 +16,6 @@ template <class T>
 struct Shared : Stages<T> {
   alignas(1024) T out[2][kStoreBuffers][kStoreRows * kStoreColumns];  // per consumer warpgroup
 };
-
-/// With u = c x - lse2 and p = 2^u:  dl = p (a_term + g_term u) + [target] hit. lse2 is the rounded
-/// lse log2(e); the rest of that product is folded into the two terms.
-struct Coefficients {
-  float c, lse2, a_term, g_term, hit;
-  int target;
-};
-
-template <bool kEntropy>
-__device__ __forceinline__ Coefficients coefficients(const RowTerms* terms, bool present, float factor, float scale) {
-  // p = 0 whatever the logit: rows that fill up the tile.
-  Coefficients r{1.0f, 1e30f, 0.0f, 0.0f, 0.0f, -1};
-  if (!present) return r;
-  const RowTerms t = *terms;
-  constexpr float kLog2ELow = 1.925963033500116e-8f;  // log2(e) - float(log2(e))
-  r.c = factor * t.inverse_temperature;
-  r.lse2 = t.lse * kLog2E<float>;
-  const float rest = fmaf(t.lse, kLog2ELow, fmaf(t.lse, kLog2E<float>, -r.lse2));
-  const float slope = scale * t.inverse_temperature, correction = exp2f(-rest);
-  r.a_term = -(kEntropy ? fmaf(t.g, t.entropy, t.a) : t.a) * slope * correction;
-  r.g_term = kEntropy ? -t.g * kLn2<float> * slope * correction : 0.0f;
-  r.hit = t.a * slope;
-  r.target = static_cast<int>(t.target);
-  return r;
-}
 
 /// Row half R of the thread's logits becomes their gradient in place.
 template <bool kEntropy, bool kGeneral, int R>
@@ -104,9 +81,12 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
   extern __shared__ std::uint8_t raw[];
   Shared<T>& s = aligned_shared<Shared<T>>(raw);
   const int rows = static_cast<int>(*w.count);
-  if (rows <= 0) return;
+  // Another pass writes dl of the first ones.
+  const int first = w.cached != nullptr ? cached_rows(w.cached, w.begin, rows) : 0;
+  if (first >= rows) return;
   init_stages<T>(s);
-  const TileOrder order{(rows + kTileRows - 1) / kTileRows, (w.columns + kTileColumns - 1) / kTileColumns, w.group};
+  const TileOrder order{(rows - first + kTileRows - 1) / kTileRows, (w.columns + kTileColumns - 1) / kTileColumns,
+                        w.group};
   const int k_steps = (w.h + kTileDepth - 1) / kTileDepth, items = order.count();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1;
 
@@ -120,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
       deal_items<T>(s, w.ticket, items, [&](int i) {
         int block, tile;
         order.decode(i, block, tile);
-        load_tile<T, 0, 0>(s, cursor, hidden, &w.weight, block * kTileRows, w.column + tile * kTileColumns,
+        load_tile<T, 0, 0>(s, cursor, hidden, &w.weight, first + block * kTileRows, w.column + tile * kTileColumns,
                            kTileColumns, 0, 0, k_steps);
       });
     }
@@ -136,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
     for (int i; (i = take_item<T>(s, tickets)) < items;) {
       int block, tile;
       order.decode(i, block, tile);
-      const int row0 = block * kTileRows + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
+      const int row0 = first + block * kTileRows + warpgroup * 64, row = row0 + warp * 16 + lane / 4;
       const int column = w.column + tile * kTileColumns;
       const Coefficients r0 = coefficients<kEntropy>(w.terms + row, row < rows, factor, w.head.scale);
       const Coefficients r1 = coefficients<kEntropy>(w.terms + row + 8, row + 8 < rows, factor, w.head.scale);

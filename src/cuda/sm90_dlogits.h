@@ -18,11 +18,13 @@ struct DlogitsWork {
   int* ticket;                ///< one zeroed counter of this launch: the next tile
   int max_rows;
   int h;
-  int column, columns;  ///< the chunk's first local column and its width
-  int group;            ///< row blocks per L2 group
+  const std::int64_t* cached;  ///< rows of the list whose dl another pass writes, see cached_rows(); nullptr: none
+  std::int64_t begin;          ///< with `cached`: place in the list of the chunk's first row
+  int column, columns;         ///< the chunk's first local column and its width
+  int group;                   ///< row blocks per L2 group
 };
 
-/// Writes dl for the rows of the chunk, zeros for the rest of its last 128 rows.
+/// Writes dl for the rows of the chunk behind the cached ones, zeros for the rest of its last 128 rows.
 Status launch_dlogits(const DlogitsWork& work, DType dtype, bool entropy, int multiprocessors, cudaStream_t stream);
 
 }  // namespace lmhead::cuda::sm90

@@ -4,6 +4,7 @@
 #include "cuda/launch.h"
 #include "cuda/sm90_epilogue.cuh"
 #include "cuda/sm90_forward.h"
+#include "cuda/sm90_kept.cuh"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {
@@ -50,9 +51,11 @@ __device__ __forceinline__ void pick_target(float (&d)[128], int limit, int targ
 /// instructions: one row after the other costs 2 % at H = 640. Sums and products are intrinsics: left to itself
 /// the compiler contracts the two rows differently, and a row's bits would depend on its place in the tile. `limit`:
 /// valid columns of the tile, whose first one is column v.
-template <int kColumns, bool kEntropy>
+/// keep(group, r, pairs): where these exponentials of row r, of eight columns each from column 32 group on, go; their
+/// reference is the row's maximum afterwards.
+template <int kColumns, bool kEntropy, class Keep>
 __device__ __forceinline__ void fold_tile(float (&d)[128], int limit, int v, const int (&target)[2],
-                                          const float (&c)[2], Running (&row)[2]) {
+                                          const float (&c)[2], Running (&row)[2], const Keep& keep) {
   pick_target<kColumns, 0>(d, limit, target[0] - v, row[0]);
   pick_target<kColumns, 1>(d, limit, target[1] - v, row[1]);
   // Index e: row e / 2, even or odd columns.
@@ -70,10 +73,23 @@ __device__ __forceinline__ void fold_tile(float (&d)[128], int limit, int v, con
     row[r].max = top;
   }
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) {
-    const float u = fmaf(d[i], c[i % 4 / 2], -reference[i % 4 / 2]), p = exp2_approx(u);
-    sum[i % 4] = __fadd_rn(sum[i % 4], p);
-    if constexpr (kEntropy) weighted[i % 4] = fmaf(p, u, weighted[i % 4]);
+  for (int group = 0; group < kColumns / 32; ++group) {
+    std::uint32_t pairs[2][4];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int r = k % 2, i = 16 * group + 2 * k;
+      float p[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float u = fmaf(d[i + e], c[r], -reference[r]);
+        p[e] = exp2_approx(u);
+        sum[2 * r + e] = __fadd_rn(sum[2 * r + e], p[e]);
+        if constexpr (kEntropy) weighted[2 * r + e] = fmaf(p[e], u, weighted[2 * r + e]);
+      }
+      pairs[r][k / 2] = keep.pack(p[0], p[1]);
+    }
+    keep(group, 0, pairs[0]);
+    keep(group, 1, pairs[1]);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -81,6 +97,20 @@ __device__ __forceinline__ void fold_tile(float (&d)[128], int limit, int v, con
     if constexpr (kEntropy) row[r].weighted = __fadd_rn(weighted[2 * r], weighted[2 * r + 1]);
   }
 }
+
+struct KeepNothing {
+  __device__ __forceinline__ std::uint32_t pack(float, float) const { return 0; }
+  __device__ __forceinline__ void operator()(int, int, const std::uint32_t (&)[4]) const {}
+};
+/// Streams the warp's block of exponentials out.
+struct KeepBlock {
+  uint4* block;  ///< nullptr: rows that are not kept
+  __device__ __forceinline__ std::uint32_t pack(float low, float high) const { return Kept::pack(low, high); }
+  __device__ __forceinline__ void operator()(int group, int r, const std::uint32_t (&pairs)[4]) const {
+    if (block != nullptr)
+      __stcs(block + kept_vector(group, r, threadIdx.x % 32), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+  }
+};
 
 /// c = factor / T. The barrier keeps the products, and with them the wait for the loads of 1 / T, below the
 /// tile's main loop.
@@ -125,13 +155,23 @@ __device__ __forceinline__ SoftmaxState to_state(const Running& row, float c, fl
           target};
 }
 
-template <class T, bool kEntropy, bool kGeneral>
+/// Number of the block that keeps the rows from `row` on of the segment's tile whose first column is its `column`; 32
+/// bits are enough for 16 TiB.
+__device__ __forceinline__ int kept_block(const ForwardWork& w, int segment, int column, int row) {
+  constexpr int kTilesPerSegment = static_cast<int>(kSegmentColumns) / kTileColumns;
+  const int id = w.segments.first + segment, octant = id / w.segments.per_octant;
+  const int tile = octant * w.kept.tiles_per_octant + (id - octant * w.segments.per_octant) * kTilesPerSegment +
+                   column / kTileColumns - w.kept.first_tile;
+  return tile * w.kept.stride + row / kBlockRows;
+}
+
+template <class T, bool kEntropy, bool kGeneral, bool kKeep>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ ForwardWork w) {
   extern __shared__ std::uint8_t raw[];
   Stages<T>& s = aligned_shared<Stages<T>>(raw);
   const int rows = w.count != nullptr ? static_cast<int>(*w.count) : w.max_rows;
   if (rows <= 0) return;
-  init_stages(s);
+  init_stages<T>(s);
   const TileOrder order{(rows + kTileRows - 1) / kTileRows, w.segments.count, w.group};
   const int k_steps = (w.h + kTileDepth - 1) / kTileDepth, items = order.count();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1;
@@ -142,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
       prefetch_map(&w.hidden);
       prefetch_map(&w.weight);
       Cursor cursor(kProducerParity);
-      deal_items(s, w.ticket, items, [&](int i) {
+      deal_items<T>(s, w.ticket, items, [&](int i) {
         int block, segment;
         order.decode(i, block, segment);
         const Span span = segment_span(w.segments, segment);
@@ -160,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     Cursor cursor(kConsumerParity);
     RingCursor<kTicketSlots> tickets(kConsumerParity);
     float d[128];
-    for (int i; (i = take_item(s, tickets)) < items;) {
+    for (int i; (i = take_item<T>(s, tickets)) < items;) {
       int block, segment;
       order.decode(i, block, segment);
       const Span span = segment_span(w.segments, segment);
@@ -177,16 +217,29 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
       }
       for (int v = span.begin; v < span.end; v += kTileColumns) {
         const int limit = span.end - v;
+        const int kept_rows = block * kTileRows + warpgroup * 64 + warp * 16;
+        const int kept = kKeep && kept_rows < w.kept.rows ? kept_block(w, segment, v - span.begin, kept_rows) : -1;
+        const auto keep = [&] {
+          if constexpr (kKeep)
+            return KeepBlock{kept < 0 ? nullptr : w.kept.exponentials + std::int64_t{kept} * kBlockVectors};
+          else
+            return KeepNothing{};
+        }();
         if (limit <= kNarrowColumns) {
           multiply_tile<T, kNarrowColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
           factors(factor, inverse_temperature, c);
           if constexpr (kGeneral) apply_head<kNarrowColumns>(d, w.head, v);
-          fold_tile<kNarrowColumns, kEntropy>(d, limit, v, target, c, running);
+          fold_tile<kNarrowColumns, kEntropy>(d, limit, v, target, c, running, keep);
         } else {
           multiply_tile<T, kTileColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
           factors(factor, inverse_temperature, c);
           if constexpr (kGeneral) apply_head<kTileColumns>(d, w.head, v);
-          fold_tile<kTileColumns, kEntropy>(d, min(limit, kTileColumns), v, target, c, running);
+          fold_tile<kTileColumns, kEntropy>(d, min(limit, kTileColumns), v, target, c, running, keep);
+        }
+        if (kept >= 0) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            __stcs(w.kept.top + std::int64_t{kept} * kBlockTops + kept_top(r, lane), running[r].max);
         }
       }
 #pragma unroll
@@ -200,9 +253,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   }
 }
 
-template <class T, bool kEntropy, bool kGeneral>
+template <class T, bool kEntropy, bool kGeneral, bool kKeep>
 Status launch(const ForwardWork& w, int multiprocessors, cudaStream_t stream) {
-  const auto kernel = forward_kernel<T, kEntropy, kGeneral>;
+  const auto kernel = forward_kernel<T, kEntropy, kGeneral, kKeep>;
   constexpr int kBytes = static_cast<int>(shared_bytes<Stages<T>>());
   LMHEAD_RETURN_IF_ERROR(to_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                                    "cudaFuncSetAttribute"));
@@ -212,20 +265,21 @@ Status launch(const ForwardWork& w, int multiprocessors, cudaStream_t stream) {
   return last_launch("sm90 forward");
 }
 
-template <class T>
+template <class T, bool kKeep>
 Status launch_typed(const ForwardWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
   if (w.head.general)
-    return entropy ? launch<T, true, true>(w, multiprocessors, stream)
-                   : launch<T, false, true>(w, multiprocessors, stream);
-  return entropy ? launch<T, true, false>(w, multiprocessors, stream)
-                 : launch<T, false, false>(w, multiprocessors, stream);
+    return entropy ? launch<T, true, true, kKeep>(w, multiprocessors, stream)
+                   : launch<T, false, true, kKeep>(w, multiprocessors, stream);
+  return entropy ? launch<T, true, false, kKeep>(w, multiprocessors, stream)
+                 : launch<T, false, false, kKeep>(w, multiprocessors, stream);
 }
 
 }  // namespace
 
 Status launch_forward(const ForwardWork& work, DType dtype, bool entropy, int multiprocessors, cudaStream_t stream) {
-  return dtype == DType::kBFloat16 ? launch_typed<__nv_bfloat16>(work, entropy, multiprocessors, stream)
-                                   : launch_typed<__half>(work, entropy, multiprocessors, stream);
+  if (work.kept.rows > 0) return launch_typed<__nv_bfloat16, true>(work, entropy, multiprocessors, stream);
+  return dtype == DType::kBFloat16 ? launch_typed<__nv_bfloat16, false>(work, entropy, multiprocessors, stream)
+                                   : launch_typed<__half, false>(work, entropy, multiprocessors, stream);
 }
 
 }  // namespace lmhead::cuda::sm90

@@ -24,6 +24,15 @@ struct Head {
   bool general;   ///< bias, softcap, or a scale that is not > 0
 };
 
+/// Where the exponentials of the chunk's first rows are kept, in blocks of 16 rows and one tile; see sm90_cache.h.
+struct KeptTiles {
+  uint4* exponentials;  ///< [tile, block of rows] from the chunk's first row on
+  float* top;           ///< the same
+  int stride;           ///< blocks of a tile
+  int rows;             ///< of the chunk; 0: none, and nothing else here is looked at
+  int tiles_per_octant, first_tile;
+};
+
 struct ForwardWork {
   CUtensorMap hidden;         ///< [rows of the chunk, H], boxes of kTileRows x 64
   CUtensorMap weight;         ///< [v_valid, H], boxes of kTileColumns x 64
@@ -38,6 +47,7 @@ struct ForwardWork {
   int max_rows;  ///< of the chunk
   int h;
   int group;  ///< row blocks per L2 group
+  KeptTiles kept;
 };
 
 /// Writes partial[s, i] for every segment s and every row i < *count of the chunk.

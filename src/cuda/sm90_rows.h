@@ -10,6 +10,9 @@
 
 namespace lmhead::cuda::sm90 {
 
+/// Rows whose bookkeeping (terms, list) is held at a time: 10 MiB.
+inline constexpr std::int64_t kRangeRows = std::int64_t{1} << 18;
+
 /// From the number of active rows to the rows of every chunk. Not all rows active: `gathered` chunks get
 /// theirs, `whole` ones 0; all active: the other way round. Either may be empty. *compacted says which.
 struct ChunkCounts {

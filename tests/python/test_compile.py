@@ -87,12 +87,12 @@ def test_torch_librarys_own_checks(entropy):
     x, w, t = make()
     b = torch.randn(V).requires_grad_()
     options = (0.9, 5.0, 0.7, -100, "zero", 60, 0, None, entropy, None, 0, None, "auto", None)
-    torch.library.opcheck(torch.ops.lmhead.linear_logprobs.default, (x, w, b, t, None, None, None, *options, None))
+    torch.library.opcheck(torch.ops.lmhead.linear_logprobs.default, (x, w, b, t, None, None, None, *options, None, 0))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.lmhead.softmax_state.default, (x, w, b, t, 0.9, 5.0, 0.7, None))
-        _, entropies, lse = torch.ops.lmhead.linear_logprobs.default(x, w, b, t, None, None, None, *options, None)
+        _, entropies, lse, _ = torch.ops.lmhead.linear_logprobs.default(x, w, b, t, None, None, None, *options, None, 0)
         dentropy, saved = (torch.ones(6), entropies) if entropy == "grad" else (None, None)
-        tensors = (torch.ones(6), dentropy, x.detach(), w.detach(), b.detach(), t, None, None, lse, saved)
+        tensors = (torch.ones(6), dentropy, x.detach(), w.detach(), b.detach(), t, None, None, lse, saved, None)
         torch.library.opcheck(
             torch.ops.lmhead.linear_logprobs_backward.default, (*tensors, True, False, True, None, *options)
         )

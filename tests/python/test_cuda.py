@@ -110,3 +110,65 @@ def test_compile_and_autocast():
     assert relative(got, want) <= 1e-6
     exact = logprobs_and_entropy(x, w, t, compute_dtype=torch.bfloat16)[0].sum()
     assert relative(got, exact) <= 1e-5
+
+
+needs_sm90 = pytest.mark.skipif(
+    not any(b["name"] == "sm90" and b["available"] for b in lmhead.info()["backends"]), reason="no Hopper GPU"
+)
+
+
+@needs_sm90
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("cache_bytes", [1 << 40, 4 << 20])  # all rows, and some
+def test_a_cache_changes_no_result_and_repeats(softcap, cache_bytes):
+    x, w, t = make(n=1000, h=256, v=4104)
+    active = torch.arange(1000, device="cuda") % 5 > 0
+    options = {"softcap": softcap, "active": active, "temperature": 0.8}
+    plain, cached = scored(x, w, t, **options), scored(x, w, t, cache_bytes=cache_bytes, **options)
+    for p, c in zip(plain, cached, strict=True):
+        assert torch.equal(p, c)
+    want = logprobs_and_entropy(x, w, t, softcap=softcap, temperature=0.8)
+    loss = [(r[0] - 0.3 * r[1])[active].sum() for r in (plain, cached, want)]
+    exact = torch.autograd.grad(loss[2], (x, w))
+    first = torch.autograd.grad(loss[1], (x, w), retain_graph=True)
+    again = torch.autograd.grad(loss[1], (x, w))
+    for a, b, p, e in zip(first, again, torch.autograd.grad(loss[0], (x, w)), exact, strict=True):
+        assert torch.equal(a, b)
+        assert relative(a, e) <= 1.1 * relative(p, e)
+
+
+@needs_sm90
+def test_a_cache_is_kept_for_a_backward_only():
+    x, w, t = make(n=2048, h=256, v=32768)
+
+    def held(**options):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        results = scored(x, w, t, **options)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before, results
+
+    plain, cached = held()[0], held(cache_bytes=1 << 40)[0]
+    assert 2048 * 32768 * 2 <= cached - plain <= 2048 * 32768 * 2 * 1.14
+    assert held(cache_bytes=50 << 20)[0] - plain <= 50 << 20
+    with torch.no_grad():
+        assert held(cache_bytes=1 << 40)[0] <= plain
+
+
+@needs_sm90
+def test_a_cache_under_compile():
+    x, w, t = make(n=300, h=256, v=4104)
+    run = torch.compile(lambda *a: scored(*a, cache_bytes=1 << 30)[0].sum(), fullgraph=True, dynamic=True)
+    for rows in (300, 200):
+        got = torch.autograd.grad(run(x[:rows], w, t[:rows]), (x, w))
+        want = torch.autograd.grad(scored(x[:rows], w, t[:rows], cache_bytes=1 << 30)[0].sum(), (x, w))
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_cache_where_none_is_kept():
+    x, w, t = make(dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="cache_bytes: expected 0 on backend cuda_portable, .* got 4096"):
+        scored(x, w, t, cache_bytes=4096)
+    with torch.no_grad():
+        scored(x, w, t, cache_bytes=4096)

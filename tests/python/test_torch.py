@@ -390,3 +390,11 @@ def test_module_form():
     assert tied.bias is None and tied(x, t).shape == t.shape
     with pytest.raises(TypeError, match="tempreature: expected one of"):
         lmhead.LinearLogprobs(H, V, tempreature=1.0)
+
+
+def test_a_cache_is_an_error_where_none_is_kept():
+    x, w, t, _ = make()
+    with pytest.raises(NotImplementedError, match="cache_bytes: expected 0 on backend (cpu|reference), .* got 4096"):
+        lmhead.linear_logprobs(x, w, t, cache_bytes=4096)
+    with torch.no_grad():  # no backward will come, so none is asked for
+        assert torch.equal(lmhead.linear_logprobs(x, w, t, cache_bytes=4096), lmhead.linear_logprobs(x, w, t))

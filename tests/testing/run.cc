@@ -106,7 +106,9 @@ class Runner {
         out.accumulate_hidden = options_.accumulate && options_.want_dx;
         out.accumulate_weight = options_.accumulate && options_.want_dw;
         out.accumulate_bias = options_.accumulate && !out.bias.absent();
-        call(shard, Operation::kBackward, out, [&](const Execution& e) { return lmhead::backward(shard, in, out, e); });
+        for (int repeat = 0; repeat < options_.backwards; ++repeat)
+          call(shard, Operation::kBackward, out, k,
+               [&](const Execution& e) { return lmhead::backward(shard, in, out, e); });
       });
     }
 
@@ -155,7 +157,7 @@ class Runner {
 
   void forward(const ForwardOutputs& out) {
     if (options_.shards.empty()) {
-      call(placed_.problem(), Operation::kForward, {},
+      call(placed_.problem(), Operation::kForward, {}, 0,
            [&](const Execution& e) { return lmhead::forward(placed_.problem(), out, e); });
       return;
     }
@@ -166,7 +168,7 @@ class Runner {
     Problem first;
     for_each_shard([&](std::size_t k, const Problem& shard, std::int64_t) {
       if (k == 0) first = shard;
-      call(shard, Operation::kForwardPartial, {}, [&](const Execution& e) {
+      call(shard, Operation::kForwardPartial, {}, k, [&](const Execution& e) {
         return lmhead::forward_partial(shard, states.rows(static_cast<std::int64_t>(k) * n, n), e);
       });
     });
@@ -176,9 +178,23 @@ class Runner {
     collect(outcome_.states, states, "the states");
   }
 
-  /// Runs fn with a poisoned workspace of exactly the size that the query asks for.
+  /// Room for what the forward of shard k keeps, as the query asks for.
+  void reserve_cache(const Problem& problem, std::size_t k) {
+    const Result<std::size_t> size = cache_size(problem, options_.cache_budget, execution_);
+    outcome_.status = size.status();
+    if (!size.ok()) return;
+    if (*size > options_.cache_budget) outcome_.violation = "cache_size answered more than its budget";
+    caches_.resize(std::max(caches_.size(), k + 1));
+    caches_[k] = std::make_unique<Buffer>(arena_, *size);
+    outcome_.cache_bytes += *size;
+  }
+
+  /// Runs fn with a poisoned workspace of exactly the size that the query asks for, and shard k's cache.
   template <class Fn>
-  void call(const Problem& problem, Operation operation, const BackwardOutputs& gradients, const Fn& fn) {
+  void call(const Problem& problem, Operation operation, const BackwardOutputs& gradients, std::size_t k,
+            const Fn& fn) {
+    if (options_.cache_budget > 0 && operation != Operation::kBackward && outcome_.status.ok())
+      reserve_cache(problem, k);
     if (!outcome_.status.ok()) return;
     const std::vector<std::string> known = configurations(execution_.backend, operation);
     const bool has = std::find(known.begin(), known.end(), options_.configuration) != known.end();
@@ -196,7 +212,13 @@ class Runner {
     Execution with = execution_;
     with.workspace = workspace.data();
     with.workspace_bytes = workspace.size();
+    if (options_.cache_budget > 0) {
+      with.cache = caches_[k]->data();
+      with.cache_bytes = caches_[k]->size();
+    }
     outcome_.status = fn(with);
+    if (options_.cache_budget > 0 && !caches_[k]->guards_intact())
+      outcome_.violation = "memory around the cache was written";
     if (!workspace.guards_intact()) outcome_.violation = "memory around the workspace was written";
   }
 
@@ -205,6 +227,7 @@ class Runner {
   const RunOptions& options_;
   PlacedProblem placed_;
   Execution execution_;
+  std::vector<std::unique_ptr<Buffer>> caches_;  ///< one a shard
   Outcome outcome_;
 };
 

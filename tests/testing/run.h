@@ -25,9 +25,11 @@ struct RunOptions {
   bool backward = true;
   bool use_dlogprob = true, use_dentropy = true;
   bool want_dx = true, want_dw = true, want_db = true;
-  bool fp32_gradients = false;  ///< dX, dW and db in the result type instead of the input's
-  bool accumulate = false;      ///< implies fp32_gradients; the buffers start at prefill()
-  std::int64_t out_pad = 0;     ///< elements between the rows and the elements of outputs
+  bool fp32_gradients = false;   ///< dX, dW and db in the result type instead of the input's
+  bool accumulate = false;       ///< implies fp32_gradients; the buffers start at prefill()
+  std::size_t cache_budget = 0;  ///< > 0: the forward fills a poisoned cache of at most this size, per shard
+  int backwards = 1;             ///< how often the backward runs, into the same outputs
+  std::int64_t out_pad = 0;      ///< elements between the rows and the elements of outputs
 };
 
 /// What accumulation starts from: element i of a gradient.
@@ -36,8 +38,9 @@ inline double prefill(std::int64_t i) { return static_cast<double>(i % 7) - 3.0;
 /// Results on the host, rows without padding.
 struct Outcome {
   Status status;
-  std::string violation;       ///< a guard that was broken, or ""
-  std::vector<double> states;  ///< [S * N, 4] with shards
+  std::string violation;        ///< a guard that was broken, or ""
+  std::vector<double> states;   ///< [S * N, 4] with shards
+  std::size_t cache_bytes = 0;  ///< of all shards
   std::vector<double> logprob, entropy, lse, dx, dw, db;
 
   bool ok() const { return status.ok() && violation.empty(); }
