@@ -185,14 +185,45 @@ inline constexpr std::uint64_t kDescriptorStep = kTranspose ? (16 * 128) >> 4 : 
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA), "n"(kTransposeB))
 
-template <class T, int kColumns, int kTransposeA, int kTransposeB>
+/// D[64, 128] (+)= A[64, 16] B[16, 128]; accumulator fragments in d[first..first + 63].
+#define LMHEAD_WGMMA_N128(TYPE)                                                                                       \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                                    \
+      " {"                                                                                                            \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                        \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                              \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                              \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                                \
+      "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                                                          \
+      : "+f"(d[kFirst + 0]), "+f"(d[kFirst + 1]), "+f"(d[kFirst + 2]), "+f"(d[kFirst + 3]), "+f"(d[kFirst + 4]),      \
+        "+f"(d[kFirst + 5]), "+f"(d[kFirst + 6]), "+f"(d[kFirst + 7]), "+f"(d[kFirst + 8]), "+f"(d[kFirst + 9]),      \
+        "+f"(d[kFirst + 10]), "+f"(d[kFirst + 11]), "+f"(d[kFirst + 12]), "+f"(d[kFirst + 13]), "+f"(d[kFirst + 14]), \
+        "+f"(d[kFirst + 15]), "+f"(d[kFirst + 16]), "+f"(d[kFirst + 17]), "+f"(d[kFirst + 18]), "+f"(d[kFirst + 19]), \
+        "+f"(d[kFirst + 20]), "+f"(d[kFirst + 21]), "+f"(d[kFirst + 22]), "+f"(d[kFirst + 23]), "+f"(d[kFirst + 24]), \
+        "+f"(d[kFirst + 25]), "+f"(d[kFirst + 26]), "+f"(d[kFirst + 27]), "+f"(d[kFirst + 28]), "+f"(d[kFirst + 29]), \
+        "+f"(d[kFirst + 30]), "+f"(d[kFirst + 31]), "+f"(d[kFirst + 32]), "+f"(d[kFirst + 33]), "+f"(d[kFirst + 34]), \
+        "+f"(d[kFirst + 35]), "+f"(d[kFirst + 36]), "+f"(d[kFirst + 37]), "+f"(d[kFirst + 38]), "+f"(d[kFirst + 39]), \
+        "+f"(d[kFirst + 40]), "+f"(d[kFirst + 41]), "+f"(d[kFirst + 42]), "+f"(d[kFirst + 43]), "+f"(d[kFirst + 44]), \
+        "+f"(d[kFirst + 45]), "+f"(d[kFirst + 46]), "+f"(d[kFirst + 47]), "+f"(d[kFirst + 48]), "+f"(d[kFirst + 49]), \
+        "+f"(d[kFirst + 50]), "+f"(d[kFirst + 51]), "+f"(d[kFirst + 52]), "+f"(d[kFirst + 53]), "+f"(d[kFirst + 54]), \
+        "+f"(d[kFirst + 55]), "+f"(d[kFirst + 56]), "+f"(d[kFirst + 57]), "+f"(d[kFirst + 58]), "+f"(d[kFirst + 59]), \
+        "+f"(d[kFirst + 60]), "+f"(d[kFirst + 61]), "+f"(d[kFirst + 62]), "+f"(d[kFirst + 63])                        \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA), "n"(kTransposeB))
+
+/// kFirst: the first accumulator register, for 128 columns only.
+template <class T, int kColumns, int kTransposeA, int kTransposeB, int kFirst = 0>
 __device__ __forceinline__ void wgmma(float (&d)[128], std::uint64_t a, std::uint64_t b, int accumulate) {
-  static_assert(kColumns == 256 || kColumns == 64);
+  static_assert(kColumns == 256 || kColumns == 128 || kColumns == 64);
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (kColumns == 256 && kBf16) {
     LMHEAD_WGMMA_N256("bf16");
   } else if constexpr (kColumns == 256) {
     LMHEAD_WGMMA_N256("f16");
+  } else if constexpr (kColumns == 128 && kBf16) {
+    LMHEAD_WGMMA_N128("bf16");
+  } else if constexpr (kColumns == 128) {
+    LMHEAD_WGMMA_N128("f16");
   } else if constexpr (kBf16) {
     LMHEAD_WGMMA_N64("bf16");
   } else {
@@ -200,6 +231,7 @@ __device__ __forceinline__ void wgmma(float (&d)[128], std::uint64_t a, std::uin
   }
 }
 #undef LMHEAD_WGMMA_N256
+#undef LMHEAD_WGMMA_N128
 #undef LMHEAD_WGMMA_N64
 
 }  // namespace lmhead::cuda::sm90

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
       const Coefficients r0 = coefficients<kEntropy>(w.terms + row, row < rows, factor, w.head.scale);
       const Coefficients r1 = coefficients<kEntropy>(w.terms + row + 8, row + 8 < rows, factor, w.head.scale);
       multiply_tile<T, kTileColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
-      if constexpr (kGeneral) apply_head<kTileColumns>(d, w.head, column);
+      if constexpr (kGeneral) apply_head<0, kTileColumns / 8>(d, w.head, column);
       differentiate<kEntropy, kGeneral, 0>(d, r0, column, inverse_softcap);
       differentiate<kEntropy, kGeneral, 1>(d, r1, column, inverse_softcap);
       store_tile<T>(s, &w.dl, d, warpgroup, row0, tile * kTileColumns, w.columns, buffer);

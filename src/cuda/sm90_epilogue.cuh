@@ -25,13 +25,14 @@ __device__ __forceinline__ float soft_cap(float r, float softcap, float inverse_
   return softcap * (fabsf(y) < 0.55f ? small : fmaf(-2.0f, inverse, 1.0f));
 }
 
-/// d = softcap tanh(scale (d + bias) / softcap) for the tile of kColumns columns from column v.
-template <int kColumns>
+/// d = softcap tanh(scale (d + bias) / softcap) for the column groups (of 8) from kBegin to kEnd of the tile whose
+/// first column is v.
+template <int kBegin, int kEnd>
 __device__ __forceinline__ void apply_head(float (&d)[128], const Head& head, int v) {
   const int column = v + 2 * (threadIdx.x % 4);
   const float inverse_softcap = head.softcap > 0.0f ? 1.0f / head.softcap : 0.0f;
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
+  for (int j = kBegin; j < kEnd; ++j) {
     float bias[2] = {0.0f, 0.0f};
     if (head.bias != nullptr) {
       bias[0] = __ldg(head.bias + column + 8 * j);

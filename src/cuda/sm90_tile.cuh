@@ -95,8 +95,7 @@ __device__ __forceinline__ void deal_items(Stages<T>& s, int* counter, int items
 template <class T>
 __device__ __forceinline__ int take_item(Stages<T>& s, RingCursor<kTicketSlots>& cursor) {
   barrier_wait(&s.ticket_full[cursor.stage], cursor.parity);
-  const int item = s.ticket[cursor.stage];
-  __syncwarp();
+  const int item = __shfl_sync(~0u, s.ticket[cursor.stage], 0);
   if (threadIdx.x % 32 == 0) barrier_arrive(&s.ticket_empty[cursor.stage]);
   cursor.advance();
   return item;
@@ -163,6 +162,148 @@ __device__ __forceinline__ void multiply_tile(Stages<T>& s, Cursor& cursor, int 
   if (elected) barrier_arrive(&s.empty[previous]);
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // no read moves above the wait
+}
+
+// A tile whose epilogue runs under products, its own and the next tile's. The ring is too short for one consumer to run
+// ahead of the other by an epilogue (three stages are held or under way), so both reach their epilogues at once and each
+// must hide its own: the first two and the last two steps multiply the halves of the tile's columns one after the
+// other. While the tensor cores do the second half of the last steps, the first half is complete and is folded; the
+// second half is folded under the next tile's first steps.
+//
+//   begin_tile; fold the second half of the tile before; continue_tile; fold the first half; end_tile
+
+inline constexpr int kLeastOverlapped = 4;  // steps: two pairs
+
+/// Stages still read by products in flight.
+struct TileHead {
+  int first, second;
+};
+struct TileTail {
+  int first, second;
+};
+
+/// One step's products with the columns of one half. The steps between the pairs use it too: with 64 x 256 products
+/// beside halves of the same registers the compiler runs all of them one by one (C7511).
+template <class T, int kHalf>
+__device__ __forceinline__ void multiply_half(const Stages<T>& s, int stage, int warpgroup, int accumulate,
+                                              float (&d)[128]) {
+  std::uint64_t a = operand_descriptor<0, kTileDepth>(s.a[stage] + warpgroup * 64 * kTileDepth);
+  std::uint64_t b = operand_descriptor<0, kTileDepth>(s.b[stage] + kHalf * (kTileColumns / 2) * kTileDepth);
+#pragma unroll
+  for (int kk = 0; kk < kTileDepth / 16; ++kk) {
+    wgmma<T, kTileColumns / 2, 0, 0, kHalf * 64>(d, a, b, accumulate | kk);
+    a += kDescriptorStep<0>;
+    b += kDescriptorStep<0>;
+  }
+}
+template <class T>
+__device__ __forceinline__ int wait_stage(Stages<T>& s, Cursor& cursor) {
+  const int stage = cursor.stage;
+  if (threadIdx.x % 32 == 0) barrier_wait(&s.full[stage], cursor.parity);
+  __syncwarp();
+  cursor.advance();
+  return stage;
+}
+template <class T>
+__device__ __forceinline__ void release_stage(Stages<T>& s, int stage) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
+}
+/// No read of the registers from kFirst to kFirst + 63 moves above this.
+template <int kFirst>
+__device__ __forceinline__ void pin_half(float (&d)[128]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[kFirst + i])::"memory");
+}
+
+/// Starts a tile with the first half of its columns; the registers of the second half are still the caller's.
+template <class T>
+__device__ __forceinline__ TileHead begin_tile(Stages<T>& s, Cursor& cursor, int warpgroup, float (&d)[128]) {
+  TileHead head;
+  head.first = wait_stage(s, cursor);
+  wgmma_fence();
+  multiply_half<T, 0>(s, head.first, warpgroup, 0, d);
+  head.second = wait_stage(s, cursor);
+  wgmma_fence();
+  multiply_half<T, 0>(s, head.second, warpgroup, 1, d);
+  wgmma_commit();
+  return head;
+}
+/// Returns when the first half is complete, with the second one's last two steps in flight.
+template <class T>
+__device__ __forceinline__ TileTail continue_tile(Stages<T>& s, Cursor& cursor, int warpgroup, int k_steps,
+                                                  const TileHead& head, float (&d)[128]) {
+  wgmma_fence();
+  multiply_half<T, 1>(s, head.first, warpgroup, 0, d);
+  wgmma_commit();
+  multiply_half<T, 1>(s, head.second, warpgroup, 1, d);
+  wgmma_commit();
+  wgmma_wait<1>();
+  release_stage(s, head.first);
+  int previous = head.second;
+  for (int k = 4; k < k_steps; ++k) {
+    const int stage = wait_stage(s, cursor);
+    wgmma_fence();
+    multiply_half<T, 0>(s, stage, warpgroup, 1, d);
+    multiply_half<T, 1>(s, stage, warpgroup, 1, d);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release_stage(s, previous);
+    previous = stage;
+  }
+  TileTail tail;
+  tail.first = wait_stage(s, cursor);
+  wgmma_fence();
+  multiply_half<T, 0>(s, tail.first, warpgroup, 1, d);
+  wgmma_commit();
+  wgmma_wait<1>();
+  release_stage(s, previous);
+  tail.second = wait_stage(s, cursor);
+  wgmma_fence();
+  multiply_half<T, 0>(s, tail.second, warpgroup, 1, d);
+  wgmma_commit();
+  multiply_half<T, 1>(s, tail.first, warpgroup, 1, d);
+  wgmma_commit();
+  multiply_half<T, 1>(s, tail.second, warpgroup, 1, d);
+  wgmma_commit();
+  wgmma_wait<2>();
+  pin_half<0>(d);
+  return tail;
+}
+/// A tile of at most kNarrowColumns columns, in d[0..31], nothing overlapped.
+template <class T>
+__device__ __forceinline__ void narrow_tile(Stages<T>& s, Cursor& cursor, int warpgroup, int k_steps, float (&d)[128]) {
+  const auto step = [&](int accumulate) {
+    const int stage = wait_stage(s, cursor);
+    wgmma_fence();
+    std::uint64_t a = operand_descriptor<0, kTileDepth>(s.a[stage] + warpgroup * 64 * kTileDepth);
+    std::uint64_t b = operand_descriptor<0, kTileDepth>(s.b[stage]);
+#pragma unroll
+    for (int kk = 0; kk < kTileDepth / 16; ++kk) {
+      wgmma<T, kNarrowColumns, 0, 0>(d, a, b, accumulate | kk);
+      a += kDescriptorStep<0>;
+      b += kDescriptorStep<0>;
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    release_stage(s, stage);
+  };
+  step(0);
+#pragma unroll 1
+  for (int k = 1; k < k_steps; ++k) step(1);
+  pin_half<0>(d);
+}
+
+/// Hands back the first of the last two stages: to be called within the first half's epilogue.
+template <class T>
+__device__ __forceinline__ void release_first(Stages<T>& s, const TileTail& tail) {
+  wgmma_wait<1>();
+  release_stage(s, tail.first);
+}
+template <class T>
+__device__ __forceinline__ void end_tile(Stages<T>& s, const TileTail& tail, float (&d)[128]) {
+  wgmma_wait<0>();
+  release_stage(s, tail.second);
+  pin_half<64>(d);
 }
 
 /// Tile order: row blocks fastest inside groups of `group` row blocks, so that the tiles in flight share
