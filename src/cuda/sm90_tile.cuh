@@ -165,8 +165,8 @@ __device__ __forceinline__ void multiply_tile(Stages<T>& s, Cursor& cursor, int 
 }
 
 // A tile whose epilogue runs under products, its own and the next tile's. The ring is too short for one consumer to run
-// ahead of the other by an epilogue (three stages are held or under way), so both reach their epilogues at once and each
-// must hide its own: the first two and the last two steps multiply the halves of the tile's columns one after the
+// ahead of the other by an epilogue (three stages are held or under way), so both reach their epilogues at once and
+// each must hide its own: the first two and the last two steps multiply the halves of the tile's columns one after the
 // other. While the tensor cores do the second half of the last steps, the first half is complete and is folded; the
 // second half is folded under the next tile's first steps.
 //
