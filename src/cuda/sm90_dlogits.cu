@@ -1,10 +1,10 @@
 // dlogits: the forward's main loop again, with an epilogue that turns logits into their gradient in fp32,
 // subtracts the target before the one rounding, and streams the tile out through shared memory and TMA.
-#include "cuda/launch.h"
 #include "cuda/sm90_cache.h"
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_epilogue.cuh"
 #include "cuda/sm90_gradient.cuh"
+#include "cuda/sm90_launch.cuh"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {
@@ -130,25 +130,13 @@ __global__ void __launch_bounds__(kThreads, 1) dlogits_kernel(const __grid_const
   }
 }
 
-template <class T, bool kEntropy, bool kGeneral>
-Status launch(const DlogitsWork& w, int multiprocessors, cudaStream_t stream) {
-  const auto kernel = dlogits_kernel<T, kEntropy, kGeneral>;
-  constexpr int kBytes = static_cast<int>(shared_bytes<Shared<T>>());
-  LMHEAD_RETURN_IF_ERROR(to_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                                   "cudaFuncSetAttribute"));
-  const std::int64_t items = ceil_div(w.max_rows, kTileRows) * ceil_div(w.columns, kTileColumns);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(items, multiprocessors));
-  kernel<<<blocks, kThreads, kBytes, stream>>>(w);
-  return last_launch("sm90 dlogits");
-}
-
 template <class T>
 Status launch_typed(const DlogitsWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
-  if (w.head.general)
-    return entropy ? launch<T, true, true>(w, multiprocessors, stream)
-                   : launch<T, false, true>(w, multiprocessors, stream);
-  return entropy ? launch<T, true, false>(w, multiprocessors, stream)
-                 : launch<T, false, false>(w, multiprocessors, stream);
+  return with_flags(entropy, w.head.general, [&](auto with_entropy, auto general) {
+    const auto kernel = dlogits_kernel<T, decltype(with_entropy)::value, decltype(general)::value>;
+    const std::int64_t items = ceil_div(w.max_rows, kTileRows) * ceil_div(w.columns, kTileColumns);
+    return launch_persistent<Shared<T>>(kernel, w, items, multiprocessors, stream, "sm90 dlogits");
+  });
 }
 
 }  // namespace

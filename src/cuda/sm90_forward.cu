@@ -1,9 +1,9 @@
 // Forward: one block per multiprocessor walks (128 rows, one segment) items. The logits of a tile stay in
 // the accumulator registers; each thread folds its columns of two rows into running statistics, and a
 // segment ends with one 16-byte state a row. Nothing [N, V] is ever written.
-#include "cuda/launch.h"
 #include "cuda/sm90_fold.cuh"
 #include "cuda/sm90_forward.h"
+#include "cuda/sm90_launch.cuh"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {
@@ -131,25 +131,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   }
 }
 
-template <class T, bool kEntropy, bool kGeneral>
-Status launch(const ForwardWork& w, int multiprocessors, cudaStream_t stream) {
-  const auto kernel = forward_kernel<T, kEntropy, kGeneral>;
-  constexpr int kBytes = static_cast<int>(shared_bytes<Stages<T>>());
-  LMHEAD_RETURN_IF_ERROR(to_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                                   "cudaFuncSetAttribute"));
-  const std::int64_t items = ceil_div(w.max_rows, kTileRows) * w.segments.count;
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(items, multiprocessors));
-  kernel<<<blocks, kThreads, kBytes, stream>>>(w);
-  return last_launch("sm90 forward");
-}
-
 template <class T>
 Status launch_typed(const ForwardWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
-  if (w.head.general)
-    return entropy ? launch<T, true, true>(w, multiprocessors, stream)
-                   : launch<T, false, true>(w, multiprocessors, stream);
-  return entropy ? launch<T, true, false>(w, multiprocessors, stream)
-                 : launch<T, false, false>(w, multiprocessors, stream);
+  return with_flags(entropy, w.head.general, [&](auto with_entropy, auto general) {
+    const auto kernel = forward_kernel<T, decltype(with_entropy)::value, decltype(general)::value>;
+    return launch_persistent<Stages<T>>(kernel, w, ceil_div(w.max_rows, kTileRows) * w.segments.count, multiprocessors,
+                                        stream, "sm90 forward");
+  });
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // The forward that keeps exponentials for the backward: the same states bit for bit, nothing overlapped, because its
 // stores to memory cost more than an epilogue.
-#include "cuda/launch.h"
 #include "cuda/sm90_fold.cuh"
 #include "cuda/sm90_forward.h"
 #include "cuda/sm90_kept.cuh"
+#include "cuda/sm90_launch.cuh"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {
@@ -135,31 +135,15 @@ __global__ void __launch_bounds__(kThreads, 1) keeping_kernel(const __grid_const
   }
 }
 
-template <class T, bool kEntropy, bool kGeneral>
-Status launch(const ForwardWork& w, int multiprocessors, cudaStream_t stream) {
-  const auto kernel = keeping_kernel<T, kEntropy, kGeneral>;
-  constexpr int kBytes = static_cast<int>(shared_bytes<Stages<T>>());
-  LMHEAD_RETURN_IF_ERROR(to_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                                   "cudaFuncSetAttribute"));
-  const std::int64_t items = ceil_div(w.max_rows, kTileRows) * w.segments.count;
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(items, multiprocessors));
-  kernel<<<blocks, kThreads, kBytes, stream>>>(w);
-  return last_launch("sm90 forward");
-}
-
-template <class T>
-Status launch_typed(const ForwardWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
-  if (w.head.general)
-    return entropy ? launch<T, true, true>(w, multiprocessors, stream)
-                   : launch<T, false, true>(w, multiprocessors, stream);
-  return entropy ? launch<T, true, false>(w, multiprocessors, stream)
-                 : launch<T, false, false>(w, multiprocessors, stream);
-}
-
 }  // namespace
 
-Status launch_keeping_forward(const ForwardWork& work, bool entropy, int multiprocessors, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(work, entropy, multiprocessors, stream);
+Status launch_keeping_forward(const ForwardWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
+  using T = __nv_bfloat16;
+  return with_flags(entropy, w.head.general, [&](auto with_entropy, auto general) {
+    const auto kernel = keeping_kernel<T, decltype(with_entropy)::value, decltype(general)::value>;
+    return launch_persistent<Stages<T>>(kernel, w, ceil_div(w.max_rows, kTileRows) * w.segments.count, multiprocessors,
+                                        stream, "sm90 forward that keeps exponentials");
+  });
 }
 
 }  // namespace lmhead::cuda::sm90

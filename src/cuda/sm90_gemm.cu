@@ -2,6 +2,7 @@
 // ticket counter: the tail of one product runs under the other, whatever the row count turns out to be.
 #include "cuda/element.cuh"
 #include "cuda/sm90_gemm.h"
+#include "cuda/sm90_launch.cuh"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {
@@ -146,16 +147,10 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
 
 template <class T>
 Status launch(const GemmWork& w, int multiprocessors, cudaStream_t stream) {
-  constexpr int kBytes = static_cast<int>(shared_bytes<Stages<T>>());
-  LMHEAD_RETURN_IF_ERROR(
-      to_status(cudaFuncSetAttribute(gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                "cudaFuncSetAttribute"));
   const std::int64_t width = ceil_div(w.h, kTileColumns);
   const std::int64_t tiles = (w.dx.store == Store::kNone ? 0 : ceil_div(w.max_rows, kTileRows) * width) +
                              (w.dw.store == Store::kNone ? 0 : ceil_div(w.columns, kTileRows) * width);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles, multiprocessors));
-  gemm_kernel<T><<<blocks, kThreads, kBytes, stream>>>(w);
-  return last_launch("sm90 gradient products");
+  return launch_persistent<Stages<T>>(gemm_kernel<T>, w, tiles, multiprocessors, stream, "sm90 gradient products");
 }
 
 }  // namespace
