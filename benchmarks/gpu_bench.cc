@@ -28,36 +28,11 @@
 #include "core/half.h"
 #include "cuda/launch.h"
 #include "gpu_exact.h"
+#include "gpu_memory.h"
 #include "lmhead/lmhead.h"
 
 namespace lmhead::bench {
 namespace {
-
-[[noreturn]] void fail(const std::string& message) {
-  std::fprintf(stderr, "gpu_bench: %s\n", message.c_str());
-  std::exit(1);
-}
-void require(cudaError_t error) {
-  if (error != cudaSuccess) fail(cudaGetErrorString(error));
-}
-void require(const Status& status) {
-  if (!status.ok()) fail(status.to_string());
-}
-
-class Memory {
- public:
-  explicit Memory(std::size_t bytes) { require(cudaMalloc(&data_, std::max<std::size_t>(bytes, 1))); }
-  ~Memory() { cudaFree(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  template <class T = void>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-};
 
 template <class T>
 void upload(const Memory& to, const std::vector<T>& from) {

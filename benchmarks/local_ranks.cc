@@ -25,41 +25,11 @@
 #include <vector>
 
 #include "gpu_exact.h"
+#include "gpu_memory.h"
 #include "lmhead/parallel.h"
 
 namespace lmhead::bench {
 namespace {
-
-[[noreturn]] void fail(const std::string& message) {
-  std::fprintf(stderr, "local_ranks: %s\n", message.c_str());
-  std::exit(1);
-}
-void require(cudaError_t error) {
-  if (error != cudaSuccess) fail(cudaGetErrorString(error));
-}
-void require(const Status& status) {
-  if (!status.ok()) fail(status.to_string());
-}
-
-class Memory {
- public:
-  explicit Memory(std::size_t bytes) : bytes_(bytes) { require(cudaMalloc(&data_, std::max<std::size_t>(bytes, 256))); }
-  template <class T>
-  explicit Memory(const std::vector<T>& host) : Memory(host.size() * sizeof(T)) {
-    require(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice));
-  }
-  ~Memory() { cudaFree(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-  std::size_t bytes() const { return bytes_; }
-  Vector floats() const { return {data_, static_cast<std::int64_t>(bytes_ / sizeof(float)), 1, DType::kFloat32}; }
-  ConstVector inputs() const { return {data_, static_cast<std::int64_t>(bytes_ / sizeof(float)), 1, DType::kFloat32}; }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_;
-};
 
 constexpr DType kType = DType::kBFloat16;
 constexpr std::size_t kElement = 2;
