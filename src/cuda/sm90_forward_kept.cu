@@ -10,7 +10,6 @@ namespace lmhead::cuda::sm90 {
 namespace {
 
 /// Streams the warp's block of exponentials out.
-template <class T>
 struct KeepBlock {
   uint4* block;     ///< nullptr: rows that are not kept
   float shrink[2];  ///< of each row: from the reference of these columns to the tile's
@@ -25,18 +24,18 @@ struct KeepBlock {
 
 /// The tile's halves in turn, as the overlapped forward folds them. What is kept has one reference a row, the maximum
 /// after the whole tile.
-template <class T, bool kEntropy>
+template <bool kEntropy>
 __device__ __forceinline__ void fold_halves(float (&d)[128], const float (&c)[2], Running (&row)[2], uint4* to) {
   constexpr int kHalf = kTileColumns / 16;
   const float first[2] = {max_columns<0, kHalf, 0>(d, row[0].max), max_columns<0, kHalf, 1>(d, row[1].max)};
   const float whole[2] = {max_columns<kHalf, 2 * kHalf, 0>(d, first[0]), max_columns<kHalf, 2 * kHalf, 1>(d, first[1])};
-  KeepBlock<T> keep{to, {1.0f, 1.0f}};
+  KeepBlock keep{to, {1.0f, 1.0f}};
 #pragma unroll
   for (int r = 0; r < 2; ++r) keep.shrink[r] = exp2_approx(__fmul_rn(first[r], c[r]) - __fmul_rn(whole[r], c[r]));
   fold_columns<0, kHalf, kEntropy>(
       d, c, row, [] {}, keep);
   fold_columns<kHalf, 2 * kHalf, kEntropy>(
-      d, c, row, [] {}, KeepBlock<T>{to, {1.0f, 1.0f}});
+      d, c, row, [] {}, KeepBlock{to, {1.0f, 1.0f}});
 }
 
 /// Number of the block that keeps the rows from `row` on of the segment's tile whose first column is its `column`; 32
@@ -110,13 +109,13 @@ __global__ void __launch_bounds__(kThreads, 1) keeping_kernel(const __grid_const
           if constexpr (kGeneral) apply_head<0, kNarrowColumns / 8>(d, w.head, v);
           mask_and_pick<0, kNarrowColumns / 8>(d, limit, v, target, running);
           fold_columns<0, kNarrowColumns / 8, kEntropy>(
-              d, c, running, [] {}, KeepBlock<T>{to, {1.0f, 1.0f}});
+              d, c, running, [] {}, KeepBlock{to, {1.0f, 1.0f}});
         } else {
           multiply_tile<T, kTileColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
           factors(factor, inverse_temperature, c);
           if constexpr (kGeneral) apply_head<0, kTileColumns / 8>(d, w.head, v);
           mask_and_pick<0, kTileColumns / 8>(d, limit, v, target, running);
-          fold_halves<T, kEntropy>(d, c, running, to);
+          fold_halves<kEntropy>(d, c, running, to);
         }
         if (kept >= 0) {
 #pragma unroll
