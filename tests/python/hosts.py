@@ -4,6 +4,7 @@ Each wheel is installed without dependencies into a folder of its own and reache
 that nothing else of it (verl ships a top-level package `tests`) gets into the way.
 """
 
+import contextlib
 import importlib
 import importlib.machinery
 import os
@@ -13,9 +14,21 @@ import sys
 import types
 
 import pytest
+import torch.distributed as dist
 
 VERSIONS = {"skyrl": "0.4.0", "verl": "0.9.1", "trl": "1.16.0"}
 FOLDER = pathlib.Path(os.environ.get("LMHEAD_HOSTS_DIR") or pathlib.Path(__file__).parents[2] / "build" / "hosts")
+
+
+@contextlib.contextmanager
+def one_rank_group(folder, backend):
+    """A tensor-parallel group of one rank, which a host needs; the group that is there already, else one for now."""
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group(backend, store=dist.FileStore(str(folder / "file"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if ours:
+        dist.destroy_process_group()
 
 
 def _installed(name):

@@ -5,7 +5,6 @@ import importlib
 import hosts
 import pytest
 import torch
-import torch.distributed as dist
 from lmhead.adapters import skyrl as skyrl_adapter
 from lmhead.adapters import trl as trl_adapter
 from lmhead.adapters import verl as verl_adapter
@@ -25,14 +24,8 @@ def skyrl():
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    """A tensor-parallel group of one rank, which the host needs."""
-    ours = not dist.is_initialized()
-    if ours:
-        store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield dist.group.WORLD
-    if ours:
-        dist.destroy_process_group()
+    with hosts.one_rank_group(tmp_path_factory.mktemp("store"), "cpu:gloo,cuda:nccl") as group:
+        yield group
 
 
 def make(b=4, s=32, v=4096, h=256, hidden=BF16, weight=BF16, beyond=0, seed=0):

@@ -7,7 +7,6 @@ import types
 import hosts
 import pytest
 import torch
-import torch.distributed as dist
 from lmhead.adapters import skyrl as adapter
 from plain import largest, logprobs_and_entropy, relative
 
@@ -21,14 +20,8 @@ def skyrl():
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    """A tensor-parallel group of one rank, which the host needs."""
-    ours = not dist.is_initialized()
-    if ours:
-        store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield dist.group.WORLD
-    if ours:
-        dist.destroy_process_group()
+    with hosts.one_rank_group(tmp_path_factory.mktemp("store"), "gloo") as group:
+        yield group
 
 
 def make(b=4, s=32, v=4096, h=256, hidden=FP32, weight=FP32, beyond=1024, seed=0):
