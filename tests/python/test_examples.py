@@ -1,14 +1,15 @@
-"""What `make run` does, on two of its texts: a real model, scored and compared with torch."""
+"""What `make run` does, on two of its texts: a real model, scored and compared with torch; and a training step on it."""
 
 import json
 import subprocess
 import sys
 
 import command
-import pytest
+import torch
+from safetensors.torch import load_file
+from test_active import exact
 
-pytest.importorskip("transformers")
-pytest.importorskip("gguf")
+import lmhead
 
 
 def peak_mib(*arguments):
@@ -21,21 +22,43 @@ def peak_mib(*arguments):
     return int(done.stdout) / 1024
 
 
-def test_real_model_end_to_end(tmp_path):
+def test_real_model_end_to_end(real_batch):
     examples = command.ROOT / "examples"
-    texts = [examples / "texts" / name for name in ("soup.txt", "tides.txt")]
-    make = [sys.executable, examples / "make_batch.py", "--out", tmp_path, *texts]
-    subprocess.run([*map(str, make)], check=True, timeout=600, stderr=subprocess.DEVNULL)
-    strings = json.loads((tmp_path / "tokens.json").read_text())
-    assert "".join(strings) == "".join(text.read_text() for text in texts)
+    strings = json.loads((real_batch / "tokens.json").read_text())
+    assert "".join(strings) == "".join((examples / "texts" / name).read_text() for name in ("soup.txt", "tides.txt"))
 
-    compare = [sys.executable, examples / "compare_torch.py", "--lmhead", command.path(), "--out", tmp_path]
+    compare = [sys.executable, examples / "compare_torch.py", "--lmhead", command.path(), "--out", real_batch]
     done = subprocess.run([*map(str, compare)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((real_batch / "summary.json").read_text())
     assert summary["within_bound"] is True and summary["scored"] == summary["tokens"] - 2
     assert 2.5 <= summary["mean_nll"] <= 3.5 and 2.5 <= summary["mean_entropy"] <= 3.5
     # 750 tokens of fp32 logits alone are 140 MiB; lmhead holds inputs, outputs and a workspace of at most 64 MiB.
     # A build with CUDA links cuBLASLt, whose image alone is above 100 MiB: that is not ours to save.
     assert summary["ways"]["lmhead"]["peak_mib"] <= peak_mib(command.path(), "info") + 64 + 57 + 20
-    assert (tmp_path / "scores.safetensors").exists()
+    assert (real_batch / "scores.safetensors").exists()
+
+
+def test_policy_step_on_a_real_model_with_half_of_the_advantages_zero(real_batch):
+    """SmolLM2's own hidden states and head. Work is counted in tests/active_test.cc."""
+    hidden = load_file(real_batch / "batch.safetensors")["hidden"]
+    ids = load_file(real_batch / "batch.safetensors")["input_ids"].long()
+    (weight,) = load_file(next((real_batch / "model").glob("*.safetensors"))).values()
+    hidden, targets = hidden[:128], ids[1:129]
+    advantages = torch.randn(128, generator=torch.Generator().manual_seed(0))
+    advantages[torch.arange(128) // 8 % 2 == 0] = 0.0  # whole groups agree
+    gradients = []
+    for active in (None, advantages != 0):
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprob, entropy = lmhead.linear_logprobs(
+            x, w, targets, active=active, return_entropy=True, entropy_requires_grad=True
+        )
+        ratio = torch.exp(logprob - logprob.detach())
+        loss = -(ratio * advantages).mean() - 0.01 * (entropy * (advantages != 0)).mean()
+        loss.backward()
+        gradients.append((x.grad, w.grad))
+    dx, dw = exact(hidden, weight, targets, -advantages / 128, -0.01 * (advantages != 0) / 128)
+    for got in gradients:
+        for g, want in zip(got, (dx, dw)):
+            assert (g.double() - want).norm() <= 4e-3 * want.norm()  # bf16 dl and gradient, each rounded once
+        assert got[0][advantages == 0].abs().sum() == 0
