@@ -14,7 +14,13 @@ LMHEAD := build/release/lmhead
 APT_BUILD := git g++ cmake ninja-build python3-venv libdnnl-dev ocl-icd-opencl-dev libcli11-dev nlohmann-json3-dev libfmt-dev
 APT_TEST := $(APT_BUILD) ccache libgtest-dev clang-format libopenmpi-dev openmpi-bin
 
-# The Python package compiles the library once more; with ccache that costs nothing.
+# The Python package compiles the library once more; with ccache that costs nothing, if both name the same compiler (pip
+# takes the one that Python was built with) and -lineinfo does not tie objects to a build folder.
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+export CXX
+export CCACHE_NOHASHDIR := 1
 CCACHE := $(shell command -v ccache)
 ifneq ($(CCACHE),)
 export CMAKE_CXX_COMPILER_LAUNCHER := $(CCACHE)

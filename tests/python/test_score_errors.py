@@ -277,7 +277,12 @@ def test_interrupt_leaves_nothing(tmp_path, number, code):
     st.write(tmp_path / "model.safetensors", {"lm_head.weight": r.standard_normal((v, h), np.float32)})
     arguments = ["score", tmp_path / "batch.safetensors", "--model", tmp_path / "model.safetensors"]
     arguments += ["--backend", "reference", "--out", tmp_path / "scores.safetensors", "--html", tmp_path / "report.html"]
-    process = subprocess.Popen([COMMANDS[0], *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [COMMANDS[0], *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a job in the background inherits it ignored
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("*.tmp"))) < 2:  # both outputs are open: the scoring has begun
         assert process.poll() is None and time.monotonic() < deadline
