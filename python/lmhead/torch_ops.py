@@ -443,7 +443,8 @@ def _(weight_main_grad, dlogprob, dentropy, hidden, weight, bias, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options, reduce_hidden_grad, cache_bytes = inputs
+    hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options = inputs
+    *options, reduce_hidden_grad, cache_bytes = options
     logprob, entropies, lse, cache = output
     ctx.options, ctx.reduce_hidden_grad = tuple(options), reduce_hidden_grad
     ctx.differentiable_entropy = options[_OPTIONS.index("entropy")] == "grad"

@@ -3,8 +3,8 @@
 Signatures and results are SkyRL's: the target is rolled here, the last position drops out, a target outside the
 vocabulary has log-prob 0 and keeps the softmax part of its gradient, and the gradient of `hidden` is this rank's part
 (SkyRL's output processor reduces it). Three keywords are added at the end. `return_entropy`, `entropy_requires_grad`:
-(logprobs, entropy) then come from the same projection. `loss_mask` [B, num_actions]: only those tokens are scored. Temperature divides finished logits in fp32; no scaled copy of
-the weight is made.
+(logprobs, entropy) then come from the same projection. `loss_mask` [B, num_actions]: only those tokens are scored.
+Temperature divides finished logits in fp32; no scaled copy of the weight is made.
 
 `chunk_size` and `fused_backend` are accepted and not needed: memory is bounded by lmhead's workspace at any length.
 """
