@@ -5,6 +5,9 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <type_traits>
+#include <utility>
 
 namespace lmhead {
 namespace {
@@ -255,6 +258,34 @@ TEST(Errors, BackendNames) {
   c.e.device = Device::kCuda;
   EXPECT_EQ(forward(c.p, c.out, c.e).message(),
             "backend: reference expected tensors on the CPU, got tensors on a CUDA device");
+}
+
+template <class R>
+concept HasArrow = requires(R&& r) {
+  std::forward<R>(r).operator->();
+};
+template <class R>
+concept HasValue = requires(R&& r) {
+  std::forward<R>(r).value(), *std::forward<R>(r);
+};
+template <class R, class Value>
+constexpr bool kGives =
+    std::is_same_v<decltype(std::declval<R>().value()), Value>&& std::is_same_v<decltype(*std::declval<R>()), Value>;
+
+// A Result lends its value only while somebody can hold it; what a temporary lends would dangle.
+TEST(Errors, ATemporaryResultGivesItsValueAway) {
+  using Owner = std::unique_ptr<int>;  // moves, does not copy
+  using R = Result<Owner>;
+  static_assert(kGives<R&, Owner&> && kGives<const R&, const Owner&> && kGives<R, Owner>);
+  static_assert(!HasValue<const R> && HasValue<R> && HasValue<const R&>);
+  static_assert(HasArrow<R&> && HasArrow<const R&> && !HasArrow<R> && !HasArrow<const R>);
+  const auto make = [] { return R(std::make_unique<int>(7)); };
+  auto&& starred = *make();
+  auto&& named = make().value();
+  EXPECT_EQ(*starred + *named, 14);
+  R kept = make();
+  EXPECT_EQ(*std::move(kept).value(), 7);
+  EXPECT_EQ(*kept, nullptr) << "moved out, not copied";
 }
 
 class Workspace : public testing::BackendTest {};

@@ -221,8 +221,8 @@ TEST(Layout, RoundTripThroughShardsAndBatchIsExact) {
 
 TEST(Layout, FromOffsets) {
   const Ints offsets{0, 7, 12};
-  EXPECT_EQ(PackedLayout::from_cu_seqlens(offsets, {4, 1, kNone})->lengths(), (Ints{7, 5}));
-  EXPECT_EQ(PackedLayout::from_cu_seqlens(Ints{0}, {})->total(), 0);
+  EXPECT_EQ((*PackedLayout::from_cu_seqlens(offsets, {4, 1, kNone})).lengths(), (Ints{7, 5}));
+  EXPECT_EQ((*PackedLayout::from_cu_seqlens(Ints{0}, {})).total(), 0);
   EXPECT_EQ(message(PackedLayout::from_cu_seqlens(Ints{}, {}).status()),
             "cu_seqlens: expected offsets that start at 0, got none");
   EXPECT_EQ(message(PackedLayout::from_cu_seqlens(Ints{1, 2}, {}).status()),

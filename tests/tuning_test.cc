@@ -306,7 +306,7 @@ TEST_F(Tuning, TuneChecksItsArguments) {
   r = good, r.backend = "abacus";
   EXPECT_NE(message(r).find("backend: expected auto"), std::string::npos);
   r = good, r.backend = "reference";
-  EXPECT_TRUE(tune(r).ok() && tune(r)->empty()) << "nothing to choose";
+  EXPECT_TRUE(tune(r).ok() && (*tune(r)).empty()) << "nothing to choose";
 }
 
 }  // namespace

@@ -54,14 +54,20 @@ class [[nodiscard]] Result {
   explicit operator bool() const { return ok(); }
   /// The error, or an ok Status when there is a value.
   Status status() const { return ok() ? Status() : std::get<Status>(data_); }
-  /// The value. Precondition: ok().
+  /// The value. Precondition: ok(). A temporary gives its value away, never a reference or a pointer into itself, so
+  /// `auto&& v = *call();` is safe; `call()->member` does not compile, `(*call()).member` does.
   T& value() & { return std::get<T>(data_); }
   const T& value() const& { return std::get<T>(data_); }
-  T&& value() && { return std::get<T>(std::move(data_)); }
+  T value() && { return std::get<T>(std::move(data_)); }
+  void value() const&& = delete;
   T& operator*() & { return value(); }
   const T& operator*() const& { return value(); }
-  T* operator->() { return &value(); }
-  const T* operator->() const { return &value(); }
+  T operator*() && { return std::move(*this).value(); }
+  void operator*() const&& = delete;
+  T* operator->() & { return &value(); }
+  const T* operator->() const& { return &value(); }
+  void operator->() && = delete;
+  void operator->() const&& = delete;
 
  private:
   std::variant<T, Status> data_;
