@@ -27,7 +27,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=131072)
     parser.add_argument("--k", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="of candidate sets")
+    parser.add_argument("--pairs", type=int, default=31, help="of linear_logprobs and selected_logprobs")
+    parser.add_argument("--only", choices=["support", "selected"])
     parser.add_argument("--commit", default="")
     parser.add_argument("--out")
     return parser.parse_args()
@@ -48,8 +50,9 @@ def torch_chunked(hidden, weight, ids, sampled, budget=1 << 30):
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def interleaved(candidates: dict, rounds: int, calls: int = 4) -> dict[str, float]:
-    """Median ms a call; `calls` in a row, so that the time in which the host queues the first hides behind the others."""
+def interleaved(candidates: dict, rounds: int, calls: int = 4) -> dict[str, list[float]]:
+    """ms a call in each round; `calls` in a row, so that the time in which the host queues the first hides behind the
+    others."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for r in range(rounds + 2):
         for name, fn in candidates.items():
@@ -61,6 +64,10 @@ def interleaved(candidates: dict, rounds: int, calls: int = 4) -> dict[str, floa
             end.synchronize()
             if r >= 2:  # two rounds to warm up
                 times[name].append(begin.elapsed_time(end) / calls)
+    return times
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -86,7 +93,7 @@ def main() -> int:
     ranks = torch.exp(torch.rand(a.tokens, a.k, device="cuda") * torch.log(torch.tensor(float(a.vocab)))).long() - 1
     sets["zipf"] = ranks.clamp(0, a.vocab - 1).int()
     records = []
-    for ids_name, ids in sets.items():
+    for ids_name, ids in sets.items() if a.only != "selected" else ():
         sampled = ids[:, 0].long()
         got = lmhead.support_logprobs(hidden, weight, ids, sampled)
         rows = slice(0, 64)
@@ -98,7 +105,7 @@ def main() -> int:
         want_entropy = -(torch.where(member, log_p.exp(), 0.0) * log_p).sum(-1)
         errors = [(g[rows].double() - w).abs().max().item() for g, w in zip(got, (want, want_entropy))]
         del z, member
-        times = interleaved(
+        times = medians(interleaved(
             {
                 "copy": lambda: copy.copy_(weight),
                 "read": lambda: weight.view(torch.int32).amax(),
@@ -107,7 +114,7 @@ def main() -> int:
                 "full": lambda: lmhead.linear_logprobs(hidden, weight, sampled, return_entropy=True),
             },
             a.rounds,
-        )
+        ))
         # Bytes a ms: a copy reads and writes, a reduction only reads; the bound takes the faster.
         bandwidth = weight.numel() * weight.element_size() * max(2 / times["copy"], 1 / times["read"])
         bound = a.tokens * a.k * a.hidden * weight.element_size() / bandwidth
@@ -120,7 +127,7 @@ def main() -> int:
         first, second = backward(), backward()
         repeats = all(torch.equal(p, q) for p, q in zip(first, second))
         del first, second
-        both = interleaved({"forward_backward": backward}, 5, 2)["forward_backward"]
+        both = medians(interleaved({"forward_backward": backward}, 5, 2))["forward_backward"]
         del x, w
         records.append({
             "op": "support", "backend": "cuda_portable", "ids": ids_name, "k": a.k, "entropy": "metric",
@@ -131,7 +138,7 @@ def main() -> int:
             "backward_repeats_bitwise": repeats, "logprob_err": errors[0], "entropy_err": errors[1],
             "extra_mib": extra_mib(lambda: lmhead.support_logprobs(hidden, weight, ids, sampled)),
         })  # fmt: skip
-    times = interleaved(
+    times = {} if a.only == "support" else interleaved(
         {
             "plain": lambda: lmhead.linear_logprobs(hidden, weight, targets, return_entropy=True),
             **{
@@ -139,12 +146,16 @@ def main() -> int:
                 for name, ids in sets.items()
             },
         },
-        a.rounds,
+        a.pairs,
     )
-    for name in sets:
+    for name in times.keys() & sets.keys():
+        # The clock follows the chip's power: only neighbours are compared.
+        ratios = [t / p for t, p in zip(times[name], times["plain"], strict=True)]
+        quarters = statistics.quantiles(ratios, n=4)
         records.append({
             "op": "selected", "backend": lmhead.last_backend(), "ids": name, "k": a.k, "entropy": "metric",
-            "ms": times[name], "plain_ms": times["plain"], "ratio": times[name] / times["plain"],
+            "ms": statistics.median(times[name]), "plain_ms": statistics.median(times["plain"]),
+            "ratio": quarters[1], "ratio_quarters": [quarters[0], quarters[2]], "pairs": len(ratios),
         })  # fmt: skip
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
