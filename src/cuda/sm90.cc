@@ -481,7 +481,7 @@ class Backward {
         return encode_tensor_map(map, l_.dl, r_.compute, rows, columns, l_.chunk.columns,
                                  static_cast<std::uint32_t>(box_rows), kTileDepth);
       };
-      LMHEAD_RETURN_IF_ERROR(dl_map(&dlogits.dl, kTileDepth));
+      LMHEAD_RETURN_IF_ERROR(dl_map(&dlogits.dl, kDlogitsBoxRows));
       dlogits.column = gemm.column = cached.column = static_cast<int>(v);
       dlogits.columns = gemm.columns = cached.columns = static_cast<int>(columns);
       dlogits.ticket = l_.tickets + 2 * (k * l_.column_chunks(r_.v_valid) + c);

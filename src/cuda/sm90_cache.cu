@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kBlock)
   if (kept) top = __ldcs(w.cache.top + block * kBlockTops + kept_top(half, from));
 
   const float factor = w.head.general ? kLog2E<float> : w.head.scale * kLog2E<float>;
-  const Coefficients r = coefficients<kEntropy>(w.terms + i, row >= 0, factor, w.head.scale);
+  const Coefficients r = row_coefficients<kEntropy>(row >= 0 ? w.terms[i] : RowTerms(), row >= 0, factor, w.head.scale);
   const float inverse_softcap = kSoftcap ? 1.0f / w.head.softcap : 0.0f, inverse_c = kSoftcap ? 1.0f / r.c : 0.0f;
   float hit_slope = 1.0f;
   if (kSoftcap && kept && r.target >= 0) {

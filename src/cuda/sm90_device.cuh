@@ -38,10 +38,6 @@ __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32
       "r"(parity)
       : "memory");
 }
-/// Barrier `id` (1..15) of `threads` threads; 0 is __syncthreads().
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // ---- tensor memory accelerator --------------------------------------------------------------------
 

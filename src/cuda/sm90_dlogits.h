@@ -6,11 +6,14 @@
 
 namespace lmhead::cuda::sm90 {
 
+/// A consumer warp of the kernel stores its rows of a tile.
+inline constexpr int kDlogitsBoxRows = 16;
+
 struct DlogitsWork {
   CUtensorMap hidden;    ///< [rows of the chunk, H], boxes of kTileRows x 64, read in place
   CUtensorMap gathered;  ///< the compacted copy, used when not all rows are active
   CUtensorMap weight;    ///< [v_valid, H], boxes of kTileColumns x 64
-  CUtensorMap dl;        ///< [rows of the chunk, columns of the chunk], boxes of 64 x 64
+  CUtensorMap dl;        ///< [rows of the chunk, columns of the chunk], boxes of kDlogitsBoxRows x 64
   Head head;
   const RowTerms* terms;      ///< of the chunk's rows
   const std::int64_t* count;  ///< rows of the chunk, on the device; 0: nothing is done

@@ -15,11 +15,10 @@ struct Coefficients {
 
 /// factor: c T; scale: dr / d(product).
 template <bool kEntropy>
-__device__ __forceinline__ Coefficients coefficients(const RowTerms* terms, bool present, float factor, float scale) {
+__device__ __forceinline__ Coefficients row_coefficients(const RowTerms& t, bool present, float factor, float scale) {
   // p = 0 whatever the logit: rows that fill up the tile.
   Coefficients r{1.0f, 1e30f, 0.0f, 0.0f, 0.0f, -1};
   if (!present) return r;
-  const RowTerms t = *terms;
   constexpr float kLog2ELow = 1.925963033500116e-8f;  // log2(e) - float(log2(e))
   r.c = factor * t.inverse_temperature;
   r.lse2 = t.lse * kLog2E<float>;
