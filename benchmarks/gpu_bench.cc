@@ -7,7 +7,8 @@
 //             FILE]
 //
 // All candidates of a case and one cuBLASLt product [N, H] x [H, V] with 16-bit output (the unit) run in
-// rotation, each between two events, a round queued at once; medians. PATTERN: suffix, runs, scattered.
+// rotation, each between two events, a round queued at once; medians, and for of_dense (the same candidate with all
+// rows active) and of_entropy_off medians of the ratios of a round. PATTERN: suffix, runs, scattered.
 // --cache-mib: most MiB of exponentials that the forward keeps for the backward (0: none), one candidate each.
 #include <cuda_runtime.h>
 
@@ -251,6 +252,25 @@ float median(std::vector<float> v) {
   return v[v.size() / 2];
 }
 
+/// Median of the ratios of two candidates round by round: what drifts between rounds cancels.
+double paired_ratio(const std::vector<float>& ms, const std::vector<float>& of) {
+  std::vector<float> ratios(ms.size());
+  std::transform(ms.begin(), ms.end(), of.begin(), ratios.begin(), std::divides<>());
+  return median(ratios);
+}
+
+/// Share of the 128-row tiles that hold an active row: what skipping inactive tiles instead of rows would compute.
+double live_tiles(const std::vector<std::uint8_t>& mask) {
+  constexpr std::size_t kRows = 128;
+  std::size_t live = 0, tiles = 0;
+  for (std::size_t begin = 0; begin < mask.size(); begin += kRows, ++tiles) {
+    const auto first = mask.begin() + static_cast<std::ptrdiff_t>(begin);
+    const auto last = first + static_cast<std::ptrdiff_t>(std::min(kRows, mask.size() - begin));
+    live += std::find(first, last, 1) != last;
+  }
+  return tiles > 0 ? double(live) / double(tiles) : 1.0;
+}
+
 struct Errors {
   double logprob = NAN, entropy = NAN, dx = NAN, dw = NAN;
 };
@@ -419,18 +439,22 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
   for (const Candidate& c : candidates) {
     const Errors e = args.check ? measure_errors(in, c) : Errors{};
     const double ms = median(c.ms), gemm = median(unit_ms);
-    double dense = NAN;
-    for (const Candidate& d : candidates)
-      if (d.op == c.op && d.entropy == c.entropy && d.backend == c.backend && d.cache_mib == c.cache_mib &&
-          d.activity.pattern == "dense")
-        dense = median(d.ms);
+    double of_dense = NAN, of_off = NAN;
+    for (const Candidate& d : candidates) {
+      if (d.op != c.op || d.backend != c.backend || d.cache_mib != c.cache_mib) continue;
+      if (d.entropy == c.entropy && d.activity.pattern == "dense") of_dense = paired_ratio(c.ms, d.ms);
+      if (d.entropy == "off" && d.activity.pattern == c.activity.pattern && d.activity.fraction == c.activity.fraction)
+        of_off = paired_ratio(c.ms, d.ms);
+    }
     const std::string line = "{\"op\": \"" + c.op + "\", \"backend\": \"" + c.backend +
                              "\", \"n\": " + std::to_string(s.n) + ", \"h\": " + std::to_string(s.h) +
                              ", \"v\": " + std::to_string(s.v) + ", \"dtype\": \"" + to_string(args.dtype) +
                              "\", \"entropy\": \"" + c.entropy + "\", \"active\": " + number(c.activity.fraction) +
                              ", \"pattern\": \"" + c.activity.pattern + "\", \"ms\": " + number(ms) +
                              ", \"gemm_ms\": " + number(gemm) + ", \"units\": " + number(ms / gemm) +
-                             ", \"of_dense\": " + number(ms / dense) + ", \"rounds\": " + std::to_string(c.ms.size()) +
+                             ", \"of_dense\": " + number(of_dense) + ", \"of_entropy_off\": " + number(of_off) +
+                             ", \"live_tiles\": " + number(live_tiles(make_mask(s.n, c.activity))) +
+                             ", \"rounds\": " + std::to_string(c.ms.size()) +
                              ", \"extra_mib\": " + number(static_cast<double>(c.extra_bytes) / 1048576) +
                              ", \"workspace_mib\": " + std::to_string(args.workspace_mib) +
                              ", \"cache_mib\": " + number(static_cast<double>(c.cache_bytes) / 1048576) +
@@ -440,11 +464,11 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
                              "\", \"command\": \"" + args.command + "\"}";
     if (file != nullptr) *file << line << "\n" << std::flush;
     std::printf(
-        "%-16s %-13s %-6s %4.2f %-9s cache %6.0f MiB %ldx%ldx%ld  %9.3f ms %6.3f units  of dense %5.3f  errors %.2g "
-        "%.2g %.2g %.2g\n",
+        "%-16s %-13s %-6s %4.2f %-9s cache %6.0f MiB %ldx%ldx%ld  %9.3f ms %6.3f units  of dense %5.3f  of off %5.3f  "
+        "errors %.2g %.2g %.2g %.2g\n",
         c.op.c_str(), c.backend.c_str(), c.entropy.c_str(), c.activity.fraction, c.activity.pattern.c_str(),
-        static_cast<double>(c.cache_bytes) / 1048576, s.n, s.h, s.v, ms, ms / gemm, ms / dense, e.logprob, e.entropy,
-        e.dx, e.dw);
+        static_cast<double>(c.cache_bytes) / 1048576, s.n, s.h, s.v, ms, ms / gemm, of_dense, of_off, e.logprob,
+        e.entropy, e.dx, e.dw);
     std::fflush(stdout);
   }
   std::printf("unit %ldx%ldx%ld %.3f ms, %.0f TFLOP/s\n", s.n, s.h, s.v, median(unit_ms),
