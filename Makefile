@@ -15,12 +15,14 @@ APT_BUILD := git g++ cmake ninja-build python3-venv libdnnl-dev ocl-icd-opencl-d
 APT_TEST := $(APT_BUILD) ccache libgtest-dev clang-format libopenmpi-dev openmpi-bin
 
 # The Python package compiles the library once more; with ccache that costs nothing, if both name the same compiler (pip
-# takes the one that Python was built with) and -lineinfo does not tie objects to a build folder.
+# takes the one that Python was built with), -lineinfo does not tie objects to a build folder, and -std=c++20 may stand
+# where the CMake of either puts it.
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
 export CXX
 export CCACHE_NOHASHDIR := 1
+export CCACHE_IGNOREOPTIONS := -std=c++20
 CCACHE := $(shell command -v ccache)
 ifneq ($(CCACHE),)
 export CMAKE_CXX_COMPILER_LAUNCHER := $(CCACHE)

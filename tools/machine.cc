@@ -34,7 +34,8 @@ int usable_cpus() {
 }
 
 std::string cpu_extension() {
-  const std::string flags = " " + cpuinfo("flags") + " ";
+  std::string flags(" ");
+  flags += cpuinfo("flags") + " ";
   const auto has = [&](const char* flag) { return flags.find(std::string(" ") + flag + " ") != std::string::npos; };
   if (has("amx_bf16")) return "AMX-BF16";
   if (has("avx512_bf16")) return "AVX512-BF16";

@@ -54,12 +54,10 @@ struct Implementation {
 /// Fastest first, the plain reference last. The order in which "auto" tries them.
 std::span<const Implementation* const> implementations();
 
-// One per backend, defined in its own folder.
+// One per backend, defined in its own folder; those of src/cuda in builds with LMHEAD_HAS_CUDA.
 extern const Implementation kReferenceCpu;  // src/cpu/reference.cc
 extern const Implementation kBlockedCpu;    // src/cpu/blocked.cc
-#if LMHEAD_HAS_CUDA
 extern const Implementation kSm90Cuda;      // src/cuda/sm90.cc
 extern const Implementation kPortableCuda;  // src/cuda/portable.cc
-#endif
 
 }  // namespace lmhead

@@ -36,10 +36,8 @@ Result<const SupportImplementation*> choose_support(const Execution& execution);
 /// Shape and memory of [N, K] ids named `name`; the dtype is the caller's to check.
 Status check_ids(const char* name, const ConstMatrix& ids, std::int64_t n);
 
-extern const SupportImplementation kSupportCpu;  // src/cpu/support.cc
-#if LMHEAD_HAS_CUDA
-extern const SupportImplementation kSupportCuda;  // src/cuda/support.cc
-#endif
+extern const SupportImplementation kSupportCpu;   // src/cpu/support.cc
+extern const SupportImplementation kSupportCuda;  // src/cuda/support.cc, with LMHEAD_HAS_CUDA
 
 /// The error for an id outside {-1} and [0, valid_vocab).
 Status bad_support_id(const ResolvedSupport& problem, std::int64_t id, std::int64_t row, std::int64_t column);

@@ -25,12 +25,10 @@ std::unique_ptr<TuneDevice> host_tune_device();
 /// "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", or "unknown CPU".
 std::string host_model();
 
-#if LMHEAD_HAS_CUDA
-namespace cuda {
+namespace cuda {  // with LMHEAD_HAS_CUDA
 std::unique_ptr<TuneDevice> tune_device();
 /// The current device's, for a backend of this name (a literal).
 Result<const TuningSource*> tuning_source(const char* backend);
 }  // namespace cuda
-#endif
 
 }  // namespace lmhead

@@ -43,6 +43,6 @@ for other in "${LMHEAD_PYTHON312:-python3.12}" "$(pyenv prefix 3.12 2> /dev/null
   "$other" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && break
 done
 "$other" -m venv "$work/venv312"
-"$work/venv312/bin/pip" wheel $quiet --no-deps -w "$work/wheels312" "$root" -C cmake.define.LMHEAD_CUDA=OFF
+"$work/venv312/bin/pip" wheel $quiet --no-deps -w "$work/wheels312" "$root" -C cmake.define.LMHEAD_CUDA=OFF -C cmake.define.LMHEAD_WERROR=ON
 "$work/venv312/bin/pip" install $quiet numpy pytest "$work"/wheels312/lmhead-*-abi3-*.whl
 "$work/venv312/bin/python" -m pytest -q -rs test_numpy.py
