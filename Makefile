@@ -35,7 +35,7 @@ TEST_ARCHITECTURES := 80
 # SUITE=tests|sanitize|bench|all. Builds anywhere, runs where there is a GPU; parts of under ten minutes each.
 SUITE ?= all
 
-.PHONY: help build run test all-tests gpu check deps-build deps-test venv configure package clean
+.PHONY: help build run test all-tests gpu check tidy deps-build deps-test venv configure package clean
 
 help:
 	@echo 'make run     install what is missing, build, score a real language model on real text: out/report.html'
@@ -43,6 +43,7 @@ help:
 	@echo 'make test    build and run every test, sanitizers and style checks included'
 	@echo 'make gpu     build and run the GPU tests, compute-sanitizer and benchmark (SUITE=tests|sanitize|bench)'
 	@echo 'make check   style checks alone: clang-format, includes'
+	@echo 'make tidy    clang-tidy over the library and the command: ten minutes'
 	@echo 'make clean   remove build/ and out/'
 	@echo 'VENV=DIR uses that Python environment, JOBS=N compiles with N jobs'
 
@@ -94,6 +95,15 @@ check:
 	@! grep -nE '^ *# *include *[<"](cuda|cublas|nccl|mpi|torch|ATen|c10|Python|pybind11|nanobind)' \
 		$$(git ls-files include src | grep -vE '^src/(cuda/|dist/(mpi|nccl|local_cuda|row_moves|store_rows))' | grep -E '[.](cc|h)$$')
 	@echo 'check: clang-format and includes are clean'
+
+# Half a minute a file, so not part of `make test`. The command lines are those of a build without CUDA and without
+# precompiled headers, which clang does not read.
+tidy:
+	@command -v clang-tidy > /dev/null || { echo 'tidy: clang-tidy is missing (Debian: clang-tidy)'; exit 1; }
+	@cmake --preset release -B build/tidy -DLMHEAD_CUDA=OFF -DLMHEAD_TESTS=OFF -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON > /dev/null
+	@sed -nE 's/^ *"file": "(.*\/(src|tools)\/.*)",?/\1/p' build/tidy/compile_commands.json | sort -u | \
+		xargs -P $(JOBS) -n 1 clang-tidy -p build/tidy --quiet
+	@echo 'tidy: clean'
 
 # ctest of one preset; its closing lines go to build/summary, which `make test` ends with.
 define run_ctest

@@ -18,7 +18,8 @@ const Tensor& require_tensor(const SafetensorsFile& file, const std::string& nam
 template <class T>
 void widen(const void* data, std::vector<std::int64_t>& out) {
   const T* values = static_cast<const T*>(data);
-  for (std::size_t i = 0; i < out.size(); ++i) out[i] = static_cast<std::int64_t>(values[i]);
+  for (std::size_t i = 0; i < out.size(); ++i)
+    out[i] = static_cast<std::int64_t>(values[i]);  // NOLINT(bugprone-signed-char-misuse): I8 is a number
 }
 
 /// A vector of integers of any of `wanted` dtypes, widened to 64 bits.

@@ -90,7 +90,7 @@ Json run_baseline(const Options& o, const BenchRun& run, const BenchCase& c) {
       fmt::format("{} --op {} --tokens {} --hidden {} --vocab {} --dtype {} --entropy {} --threads {} --reps {}",
                   o.baseline, c.op, run.n, run.h, run.v_local, o.dtype, name_of(c.entropy),
                   o.threads > 0 ? o.threads : usable_cpus(), std::max(3, o.reps / 2));
-  const Json record = Json::parse(output_of(command, true), nullptr, false);
+  Json record = Json::parse(output_of(command, true), nullptr, false);
   if (!record.is_object() || !record.contains("ms"))
     throw failed(
         "--baseline: expected a command that prints a JSON object with name, ms and extra_mib, got none from: " +

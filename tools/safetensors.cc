@@ -126,6 +126,7 @@ Tensor read_entry(const std::string& path, const std::string& name, const json& 
 void check_coverage(const std::string& path, const std::map<std::string, Tensor>& tensors, const std::byte* data,
                     std::size_t data_bytes) {
   std::vector<const Tensor*> order;
+  order.reserve(tensors.size());
   for (const auto& [name, tensor] : tensors) order.push_back(&tensor);
   std::sort(order.begin(), order.end(), [](const Tensor* a, const Tensor* b) {
     return a->data != b->data ? a->data < b->data : a->bytes < b->bytes;

@@ -28,6 +28,7 @@ struct TuningKey {
   bool entropy;  ///< forward: computed; backward: differentiated
   bool general;  ///< softcap, bias, or a scale that is not > 0
 
+  // NOLINTNEXTLINE(modernize-use-nullptr): clang-tidy 14 takes the 0 inside a defaulted <=> for a pointer
   auto operator<=>(const TuningKey&) const = default;
 };
 

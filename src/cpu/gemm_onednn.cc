@@ -115,9 +115,9 @@ void transpose(const std::uint16_t* in, std::int64_t stride, std::int64_t rows, 
       // Three rounds of interleaving row k with row k + 4 transpose 8 x 8.
       Eight a[8], b[8];
       for (int k = 0; k < 8; ++k) std::memcpy(&a[k], in + (i + k) * stride + j, sizeof a[k]);
-      for (int k = 0; k < 4; ++k) interleave(a[k], a[k + 4], b[2 * k], b[2 * k + 1]);
-      for (int k = 0; k < 4; ++k) interleave(b[k], b[k + 4], a[2 * k], a[2 * k + 1]);
-      for (int k = 0; k < 4; ++k) interleave(a[k], a[k + 4], b[2 * k], b[2 * k + 1]);
+      for (std::int64_t k = 0; k < 4; ++k) interleave(a[k], a[k + 4], b[2 * k], b[2 * k + 1]);
+      for (std::int64_t k = 0; k < 4; ++k) interleave(b[k], b[k + 4], a[2 * k], a[2 * k + 1]);
+      for (std::int64_t k = 0; k < 4; ++k) interleave(a[k], a[k + 4], b[2 * k], b[2 * k + 1]);
       for (int k = 0; k < 8; ++k) std::memcpy(out + (j + k) * rows + i, &b[k], sizeof b[k]);
     }
   for (std::int64_t i = 0; i < rows; ++i)

@@ -18,7 +18,7 @@ constexpr std::int64_t kTileRows = 6;  // 12 of 16
 #else
 constexpr std::int64_t kTileRows = 3;
 #endif
-constexpr std::int64_t kTileCols = 2 * kLanes;
+constexpr std::int64_t kTileCols = std::int64_t{2} * kLanes;
 constexpr std::int64_t kDepth = 256;
 constexpr std::int64_t kBlockRows = kTileRows * (kLanes == 16 ? 10 : 20);  // A block: about 120 KiB
 constexpr std::int64_t kBlockCols = 512;                                   // B block: 512 KiB, half an L2
@@ -88,7 +88,7 @@ LMHEAD_INLINE void multiply_tile(const float* panel_a, const float* panel_b, std
   }
   if (rows == kTileRows && cols == kTileCols) {
     for (std::int64_t i = 0; i < kTileRows; ++i)
-      for (int v = 0; v < 2; ++v) {
+      for (std::int64_t v = 0; v < 2; ++v) {
         float* at = c + i * ldc + v * kLanes;
         store(at, add ? load(at) + acc[i][v] : acc[i][v]);
       }
@@ -96,7 +96,7 @@ LMHEAD_INLINE void multiply_tile(const float* panel_a, const float* panel_b, std
   }
   float edge[kTileRows][kTileCols];
   for (std::int64_t i = 0; i < kTileRows; ++i)
-    for (int v = 0; v < 2; ++v) store(edge[i] + v * kLanes, acc[i][v]);
+    for (std::int64_t v = 0; v < 2; ++v) store(edge[i] + v * kLanes, acc[i][v]);
   for (std::int64_t i = 0; i < rows; ++i)
     for (std::int64_t j = 0; j < cols; ++j) c[i * ldc + j] = add ? c[i * ldc + j] + edge[i][j] : edge[i][j];
 }

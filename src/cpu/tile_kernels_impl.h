@@ -85,7 +85,7 @@ SoftmaxState segment_state_of(float* logits, std::int64_t n, const float* bias, 
   };
   std::int64_t j = 0;
   for (; j < unrolled; j += kStep)
-    for (int k = 0; k < kUnroll; ++k) m[k] = max(first_pass(j + k * kLanes), m[k]);  // NaN is left out here
+    for (std::int64_t k = 0; k < kUnroll; ++k) m[k] = max(first_pass(j + k * kLanes), m[k]);  // NaN is left out here
   for (; j < whole; j += kLanes) m[0] = max(first_pass(j), m[0]);
   Vec last = splat(-kInfinity);
   if (rest > 0) {
@@ -115,7 +115,7 @@ SoftmaxState segment_state_of(float* logits, std::int64_t n, const float* bias, 
   for (j = 0; j < unrolled;) {
     Vec s[kUnroll] = {}, t[kUnroll] = {};
     for (const std::int64_t end = j + kChain < unrolled ? j + kChain : unrolled; j < end; j += kStep)
-      for (int k = 0; k < kUnroll; ++k) fold(again(j + k * kLanes), s[k], t[k]);
+      for (std::int64_t k = 0; k < kUnroll; ++k) fold(again(j + k * kLanes), s[k], t[k]);
     sum += (s[0] + s[1]) + (s[2] + s[3]);
     weighted += (t[0] + t[1]) + (t[2] + t[3]);
   }

@@ -62,6 +62,7 @@ Result<std::vector<std::unique_ptr<Communicator>>> local_communicators(int size,
   }
   const auto meeting = std::make_shared<Meeting>(size, timeout);
   std::vector<std::unique_ptr<Communicator>> ranks;
+  ranks.reserve(static_cast<std::size_t>(size));
   for (int r = 0; r < size; ++r) ranks.push_back(std::make_unique<LocalCommunicator>(r, size, meeting));
   return ranks;
 }

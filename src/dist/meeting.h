@@ -47,7 +47,7 @@ class Meeting {
     // A full round is finished by all even if the group breaks meanwhile: others wait for this rank's copy.
     if (full_round_ != round) return broken_;
     lock.unlock();
-    const Status copied = copy(posts_);  // posts stay as they are until every rank has left
+    Status copied = copy(posts_);  // posts stay as they are until every rank has left
     lock.lock();
     if (!copied.ok() && broken_.ok()) fail("rank " + std::to_string(rank) + ": " + copied.message());
     if (--count_ == 0) {

@@ -179,7 +179,7 @@ Status run_forward(const PreparedCall& prepared, Communicator& tp, const Forward
 Status run_backward(const PreparedCall& prepared, Communicator& tp, const BackwardInputs& inputs,
                     const BackwardOutputs& outputs, ReduceHiddenGrad reduce, const Execution& execution) {
   const Call& call = *prepared.call;
-  const Status computed = guarded("sharded_backward", [&] {
+  Status computed = guarded("sharded_backward", [&] {
     return call.implementation->backward(call.problem, inputs, prepared.inner, prepared.scratch.inner);
   });
   if (reduce == ReduceHiddenGrad::kNone) return call.finished(computed);
