@@ -5,6 +5,8 @@
 
 #include <new>
 
+#include "cpu/gemm.h"
+
 namespace lmhead::python {
 
 void raise_if_error(const Status& status) {
@@ -57,6 +59,8 @@ void bind_calls(nb::module_& m) {
     return list;
   });
   m.def("last_backend", &last_backend);
+  // Multiply-adds of the CPU backend's products in this process so far: what a mask saves, for tests.
+  m.def("multiply_adds", [] { return multiply_adds().load(); });
   m.def("version", &version);
 }
 

@@ -33,6 +33,30 @@ def _step(d: dict[str, Tensor], x: Tensor, w: Tensor, **options: Any) -> dict[st
     return {"logprob": logprob.detach(), "entropy": entropy.detach(), "dx": x.grad, "dw": w.grad}
 
 
+def masked_data(dtype: torch.dtype, beyond: bool) -> dict[str, Tensor]:
+    """SkyRL's case of inactive rows: 3 x 192 rows of H 128 over V 256, 0..255 and 300..331 inactive."""
+    d = {name: t.to(dtype) if name in ("x", "w") else t for name, t in data((3, 192), 128, 256).items()}
+    if beyond:
+        d["targets"].view(-1)[5::17] += 256
+    mask = torch.ones(576, dtype=torch.bool)
+    mask[:256] = mask[300:332] = False
+    return d | {"mask": mask.view(3, 192)}
+
+
+def masked(dtype: torch.dtype, beyond: bool) -> dict[str, Tensor] | None:
+    """Two ranks; what inactive rows hold must not matter."""
+    group = group_of(2)
+    if group is None:
+        return None
+    d = masked_data(dtype, beyond)
+    start, size = distributed.vocab_shard(256, dist.get_rank(), 2)
+    x = d["x"].masked_fill(~d["mask"][..., None], torch.nan)
+    return _step(
+        d | {"targets": d["targets"].masked_fill(~d["mask"], -7)}, x, d["w"][start : start + size], active=d["mask"],
+        out_of_vocab="zero", vocab_start=start, vocab_size=256, group=group, reduce_hidden_grad="sum",
+    )  # fmt: skip
+
+
 def whole() -> dict[str, Tensor]:
     d = data()
     return _step(d, d["x"], d["w"])

@@ -7,12 +7,14 @@ import torch
 
 import lmhead
 
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
-def head(rows, h=128, v=256, dtype=torch.float32, seed=0):
+
+def head(rows, h=128, v=256, dtype=torch.float32, seed=0, device="cpu"):
     g = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, h, generator=g).to(dtype)
-    weight = (torch.randn(v, h, generator=g) * 2 / h**0.5).to(dtype)
-    return hidden, weight, torch.randint(0, v, (rows,), generator=g)
+    hidden = torch.randn(rows, h, generator=g).to(device, dtype)
+    weight = (torch.randn(v, h, generator=g) * 2 / h**0.5).to(device, dtype)
+    return hidden, weight, torch.randint(0, v, (rows,), generator=g).to(device)
 
 
 def exact(hidden, weight, targets, a, e, out_of_vocab=False, offset=None):
@@ -35,19 +37,20 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("out_of_vocab", [False, True], ids=["inside", "out_of_vocab"])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64], ids=str)
-def test_masked_equals_dense(case, dtype, out_of_vocab, mask_dtype):
+def test_masked_equals_dense(case, dtype, out_of_vocab, mask_dtype, device):
     rows, clear = CASES[case]
-    hidden, weight, targets = head(rows, dtype=dtype)
-    mask = torch.ones(rows, dtype=torch.bool)
+    hidden, weight, targets = head(rows, dtype=dtype, device=device)
+    mask = torch.ones(rows, dtype=torch.bool, device=device)
     clear(mask)
     if out_of_vocab:
         targets[5::17] += weight.shape[0]
     g = torch.Generator().manual_seed(1)
-    a, e = torch.randn(2, rows, generator=g)
+    a, e = torch.randn(2, rows, generator=g).to(device)
     options = dict(return_entropy=True, entropy_requires_grad=True, out_of_vocab="zero")
     dense, dense_entropy = lmhead.linear_logprobs(hidden, weight, targets, **options)
     # What inactive rows hold must not matter.
@@ -65,10 +68,11 @@ def test_masked_equals_dense(case, dtype, out_of_vocab, mask_dtype):
         assert error <= (4e-3 if dtype == torch.bfloat16 else 2e-6), error
 
 
-def test_half_masked_with_logits_near_minus_120():
-    hidden, weight, targets = head(64)
-    bias = torch.full((weight.shape[0],), -120.0)
-    mask = torch.arange(64) % 2 == 0
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_masked_with_logits_near_minus_120(device):
+    hidden, weight, targets = head(64, device=device)
+    bias = torch.full((weight.shape[0],), -120.0, device=device)
+    mask = torch.arange(64, device=device) % 2 == 0
     x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprob, entropy = lmhead.linear_logprobs(
         x, w, targets, bias=bias, active=mask, return_entropy=True, entropy_requires_grad=True
@@ -81,11 +85,12 @@ def test_half_masked_with_logits_near_minus_120():
         assert (got.double() - reference).norm() <= 1e-4 * reference.norm()
 
 
-def test_nothing_active():
-    hidden, weight, targets = head(9)
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_active(device):
+    hidden, weight, targets = head(9, device=device)
     x, w = hidden.requires_grad_(), weight.requires_grad_()
     logprob, entropy = lmhead.linear_logprobs(
-        x, w, targets, active=torch.zeros(9, dtype=torch.int32), return_entropy=True, entropy_requires_grad=True
+        x, w, targets, active=torch.zeros(9, dtype=torch.int32, device=device), return_entropy=True, entropy_requires_grad=True
     )
     (logprob + entropy).sum().backward()
     assert all(t.abs().sum() == 0 for t in (logprob, entropy, x.grad, w.grad))

@@ -75,6 +75,34 @@ def test_graph_capture():
     assert largest(logprob, scored(x, w, t)[0]) == 0
 
 
+@pytest.mark.parametrize("backend", ["auto", "cuda_portable"])
+def test_a_captured_step_follows_the_mask(backend):
+    """The count of active rows stays on the device: one graph serves every mask and every zero upstream gradient."""
+    x, w, t = make(n=300, h=256, v=4104)
+    active = torch.ones(300, dtype=torch.bool, device="cuda")
+    upstream = torch.randn(300, generator=torch.Generator().manual_seed(1)).cuda()
+
+    def step():
+        logprob, entropy = scored(x, w, t, active=active, backend=backend)
+        return logprob, entropy, *torch.autograd.grad(logprob - 0.1 * entropy, (x, w), upstream)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # cuBLAS handles are made here
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for share in (1.0, 0.4, 0.0):
+        chosen = torch.rand(300, generator=torch.Generator().manual_seed(2)) < share
+        active.copy_(chosen)
+        upstream[::7] = 0
+        graph.replay()
+        for got, want in zip(captured, step(), strict=True):
+            assert torch.equal(got, want)
+        assert (captured[0][~active] == 0).all() and (captured[2][~active] == 0).all()
+
+
 def test_workspace_comes_from_pytorchs_allocator_within_the_budget():
     x, w, t = make(n=4096, h=256, v=32768)
     for budget in (64 << 20, 256 << 20):

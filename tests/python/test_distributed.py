@@ -5,6 +5,7 @@ import plain
 import pytest
 import ranks as processes
 import torch
+from test_active import exact
 
 import lmhead
 from lmhead import distributed
@@ -25,6 +26,7 @@ PACKED_FAULTS = {
     "ids": "ranks disagree on",
     "mask": "loss_mask: expected bool or an integer type, got torch.float32",
 }
+MASKED = [(dtype, beyond) for dtype in (torch.float32, torch.bfloat16) for beyond in (False, True)]
 SUPPORT_GRIDS = ((1, 1, False), (2, 1, True), (2, 2, False), (1, 4, False), (4, 2, True))
 
 
@@ -36,6 +38,7 @@ def world():
     jobs |= {("skyrl",): (cases.packed, SKYRL), ("batch",): (cases.batch, (2, 2))}
     jobs |= {("metric", tp): (cases.metric, (tp,)) for tp in (2, 4)}
     jobs |= {("support", *grid): (cases.support, (*grid, LENGTHS)) for grid in SUPPORT_GRIDS}
+    jobs |= {("masked", *case): (cases.masked, case) for case in MASKED}
     jobs |= {("fault", kind): (cases.fault, (kind,)) for kind in FAULTS}
     jobs |= {("packed fault", kind): (cases.packed_fault, (kind,)) for kind in PACKED_FAULTS}
     return dict(zip(jobs, processes.run(8, list(jobs.values())), strict=True))
@@ -67,6 +70,25 @@ def test_values_and_gradients_of_one_rank(world, one_rank, tp):
         assert within(r["dx_sum"], one_rank["dx"], 5e-3) and torch.equal(r["dx_sum"], results[0]["dx_sum"])
     assert within(torch.cat([r["dw"] for r in results]), one_rank["dw"], 5e-3)
     assert within(torch.stack([r["dx"] for r in results]).sum(0), one_rank["dx"], 5e-3)
+
+
+@pytest.mark.parametrize(("dtype", "beyond"), MASKED, ids=str)
+def test_inactive_rows_over_two_ranks(world, dtype, beyond):
+    """The bits of the dense call on one rank where the mask is set, zeros elsewhere, and its gradients."""
+    d = cases.masked_data(dtype, beyond)
+    options = {"out_of_vocab": "zero", "return_entropy": True}
+    dense = lmhead.linear_logprobs(d["x"], d["w"], d["targets"], **options)
+    mask = d["mask"].view(-1)
+    a, g = (torch.where(mask, d[name].view(-1), 0.0) for name in "ag")
+    dx, dw = exact(d["x"].view(576, -1), d["w"], d["targets"].view(-1), a, g)
+    results = of(world, "masked", dtype, beyond)
+    assert len(results) == 2
+    for r in results:
+        for got, want in zip((r["logprob"], r["entropy"]), dense, strict=True):
+            assert torch.equal(got, torch.where(d["mask"], want, 0.0))
+        assert r["dx"].view(576, -1)[~mask].abs().sum() == 0
+        assert plain.relative(r["dx"].view(576, -1), dx) <= (4e-3 if dtype == torch.bfloat16 else 2e-6)
+    assert plain.relative(torch.cat([r["dw"] for r in results]), dw) <= (4e-3 if dtype == torch.bfloat16 else 2e-6)
 
 
 @pytest.mark.parametrize("tp", TP)

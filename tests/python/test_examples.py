@@ -40,23 +40,29 @@ def test_real_model_end_to_end(real_batch):
 
 
 def test_policy_step_on_a_real_model_with_half_of_the_advantages_zero(real_batch):
-    """SmolLM2's own hidden states and head. Work is counted in tests/active_test.cc."""
+    """SmolLM2's own hidden states and head: the dense call's gradients within the bound, for half of its products."""
     hidden = load_file(real_batch / "batch.safetensors")["hidden"]
     ids = load_file(real_batch / "batch.safetensors")["input_ids"].long()
     (weight,) = load_file(next((real_batch / "model").glob("*.safetensors"))).values()
     hidden, targets = hidden[:128], ids[1:129]
     advantages = torch.randn(128, generator=torch.Generator().manual_seed(0))
     advantages[torch.arange(128) // 8 % 2 == 0] = 0.0  # whole groups agree
-    gradients = []
+    gradients, products = [], []
     for active in (None, advantages != 0):
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        before = lmhead._core.multiply_adds()
         logprob, entropy = lmhead.linear_logprobs(
             x, w, targets, active=active, return_entropy=True, entropy_requires_grad=True
         )
+        between = lmhead._core.multiply_adds()
         ratio = torch.exp(logprob - logprob.detach())
         loss = -(ratio * advantages).mean() - 0.01 * (entropy * (advantages != 0)).mean()
         loss.backward()
         gradients.append((x.grad, w.grad))
+        products.append((between - before, lmhead._core.multiply_adds() - between))
+    one = hidden.shape[0] * weight.numel()
+    # Rows without an upstream gradient leave the backward by themselves; the mask keeps them out of the forward too.
+    assert products == [(one, 3 * one // 2), (one // 2, 3 * one // 2)]
     dx, dw = exact(hidden, weight, targets, -advantages / 128, -0.01 * (advantages != 0) / 128)
     for got in gradients:
         for g, want in zip(got, (dx, dw)):
