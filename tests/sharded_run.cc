@@ -5,8 +5,18 @@
 
 namespace lmhead::testing {
 
-RankOutput::RankOutput(Arena& arena, DType dtype, std::int64_t count)
-    : dtype_(dtype), count_(count), buffer_(arena, static_cast<std::size_t>(count) * size_of(dtype)) {}
+namespace {
+
+std::vector<std::byte> at_first(DType dtype, std::int64_t count, bool prefilled) {
+  std::vector<std::byte> content(static_cast<std::size_t>(count) * size_of(dtype), std::byte{Buffer::kPoison});
+  for (std::int64_t i = 0; prefilled && i < count; ++i) store_float(content.data(), dtype, i, prefill(i));
+  return content;
+}
+
+}  // namespace
+
+RankOutput::RankOutput(Arena& arena, DType dtype, std::int64_t count, bool prefilled)
+    : dtype_(dtype), count_(count), buffer_(arena, at_first(dtype, count, prefilled)) {}
 
 std::vector<double> RankOutput::values() const {
   const std::vector<std::byte> bytes = buffer_.download();
@@ -88,7 +98,8 @@ RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Comm
   if (!out.status.ok() || options.forward_only) return out;
 
   const std::int64_t rows = options.reduce == ReduceHiddenGrad::kReduceScatter ? n / tp.size() : n;
-  const RankOutput dx(memory, options.fp32_gradients ? result : problem.spec.hidden, rows * h);
+  const RankOutput dx(memory, options.fp32_gradients ? result : problem.spec.hidden, rows * h,
+                      options.accumulate_hidden);
   const RankOutput dw(memory, options.fp32_gradients ? result : problem.spec.weight, shard.size * h);
   const RankOutput db(memory, options.fp32_gradients || p.bias.absent() ? result : p.bias.dtype,
                       p.bias.absent() ? 0 : shard.size);
@@ -101,6 +112,7 @@ RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Comm
   }
   BackwardOutputs gradients;
   gradients.hidden = dx.matrix(h);
+  gradients.accumulate_hidden = options.accumulate_hidden;
   if (shard.size > 0) gradients.weight = dw.matrix(h);
   if (!p.bias.absent() && shard.size > 0) gradients.bias = db.vector();
   const Traffic between = tp.traffic();
@@ -111,6 +123,8 @@ RankResult run_rank(const BackendInfo& backend, const TestProblem& problem, Comm
   out.status = sharded_backward(p, tp, inputs, gradients, options.reduce, backward);
   out.backward = since(between);
   out.dx = dx.values();
+  for (std::size_t i = 0; options.accumulate_hidden && i < out.dx.size(); ++i)
+    out.dx[i] -= prefill(static_cast<std::int64_t>(i));
   out.dw = dw.values();
   out.db = db.values();
   if (!backward_memory.intact()) failed("memory around the workspace of the backward was written");

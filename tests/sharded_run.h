@@ -17,6 +17,7 @@ struct ShardedOptions {
   std::vector<std::int64_t> shards = {};  ///< sizes; default: vocab_shard
   ReduceHiddenGrad reduce = ReduceHiddenGrad::kSum;
   bool fp32_gradients = false;
+  bool accumulate_hidden = false;  ///< with fp32_gradients; dX is what was added to prefill()
   bool check = true;
   bool forward_only = false;
 };
@@ -33,10 +34,10 @@ struct RankResult {
   std::vector<double> logprob, entropy, lse, dx, dw, db;
 };
 
-/// An output on a device that starts as NaN.
+/// An output on a device that starts as NaN, or as fp32 prefill().
 class RankOutput {
  public:
-  RankOutput(Arena& arena, DType dtype, std::int64_t count);
+  RankOutput(Arena& arena, DType dtype, std::int64_t count, bool prefilled = false);
   Vector vector() const { return {buffer_.data(), count_, 1, dtype_}; }
   ConstVector input() const { return {buffer_.data(), count_, 1, dtype_}; }
   Matrix matrix(std::int64_t cols) const { return {buffer_.data(), cols == 0 ? 0 : count_ / cols, cols, cols, dtype_}; }

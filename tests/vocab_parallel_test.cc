@@ -80,6 +80,16 @@ TEST_P(ShardedBackends, ValuesBitsAndGradientsOverTp) {
   }
 }
 
+/// The reduced gradient of hidden, or a rank's own, is added to what its fp32 buffer holds.
+TEST_P(ShardedBackends, TheHiddenGradientAccumulates) {
+  const TestProblem problem({.n = 24, .h = 40, .v = 8 * 331, .ignore_every = 7});
+  for (const ReduceHiddenGrad reduce : {ReduceHiddenGrad::kSum, ReduceHiddenGrad::kReduceScatter})
+    for (const int tp : {1, 2, 4})
+      expect_bounds(backend(), problem, tp, {.reduce = reduce, .fp32_gradients = true, .accumulate_hidden = true});
+  expect_bounds(backend(), problem, 1,
+                {.reduce = ReduceHiddenGrad::kNone, .fp32_gradients = true, .accumulate_hidden = true});
+}
+
 TEST_P(ShardedBackends, OctantsLongerThanASegmentKeepTheirBits) {
   const TestProblem problem({.n = 5, .h = 16, .v = 8 * 1100});
   const Outcome one = expect_bounds(backend(), problem, 1, {});

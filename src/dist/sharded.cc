@@ -59,9 +59,6 @@ Status check_reduced(const ResolvedProblem& r, const Communicator& tp, ReduceHid
     if (reduce == ReduceHiddenGrad::kNone) return {};
     return invalid("reduce_hidden_grad: expected none without a hidden gradient, got one");
   }
-  if (reduce != ReduceHiddenGrad::kNone && out.accumulate_hidden && tp.device() == Device::kCuda)
-    return {StatusCode::kUnsupported,
-            "hidden gradient: expected no accumulation together with reduce_hidden_grad on a CUDA device, got it"};
   if (reduce != ReduceHiddenGrad::kReduceScatter) return {};
   if (r.n % tp.size() != 0)
     return invalid("reduce_hidden_grad: expected N divisible by " + std::to_string(tp.size()) +

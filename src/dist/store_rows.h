@@ -6,7 +6,7 @@
 namespace lmhead {
 
 /// to = from, rounded to to's dtype, or to += from. Shapes are equal; from is fp32 (fp64 for fp64 outputs).
-/// Runs on execution.device, on execution.stream; accumulates on the CPU only.
+/// Accumulation is into from's type alone. Runs on execution.device, on execution.stream.
 Status store_rows(const ConstMatrix& from, const Matrix& to, bool accumulate, const Execution& execution);
 
 }  // namespace lmhead
