@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def test_two_workers_a_bad_file_a_kill_and_a_resume(tmp_path):
     rerun = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=180)
     assert rerun.returncode == 1, rerun.stderr  # the bad file
     lines = [json.loads(line) for line in rerun.stdout.splitlines() if line.startswith("{")]
-    assert f"{9 - len(done)} of 9 files to score" in rerun.stderr and len(lines) == 9 - len(done)
+    # Workers of the killed run may have finished a file before they noticed.
+    left = int(re.search(r"(\d+) of 9 files to score", rerun.stderr)[1])
+    assert len(lines) == left <= 9 - len(done)
     assert [pathlib.Path(x["path"]).name for x in lines if x["error"]] == ["bad.safetensors"]
     assert "weight: expected" in next(x["error"] for x in lines if x["error"])
     for name, (x, ids) in batches.items():
