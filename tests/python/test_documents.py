@@ -37,3 +37,21 @@ def test_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+@pytest.mark.parametrize(("host", "path"), [
+    ("skyrl", "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"),
+    ("verl", "verl/models/mcore/model_forward_fused.py"),
+])  # fmt: skip
+def test_changes_to_a_trainer_fit_its_source(host, path):
+    """Every line that a diff of docs/integrations.md keeps or takes away is in the host's file, in that order."""
+    hosts = pytest.importorskip("hosts")
+    source = (hosts._installed(host) / path).read_text().splitlines()
+    section = re.search(rf"\n## {host}.*?(?=\n## )", (ROOT / "docs" / "integrations.md").read_text(), re.S | re.I)[0]
+    (diff,) = re.findall(r"```diff\n(.*?)```", section, re.S)
+    at = 0
+    for line in diff.splitlines():
+        want = line[1:].replace("...)", "")
+        if line[:1] in " -" and want.strip() not in ("...", "..", ""):
+            at = next((i + 1 for i in range(at, len(source)) if source[i].startswith(want)), None)
+            assert at is not None, f"{path} has no further line {want!r}"
