@@ -120,13 +120,28 @@ def test_empty_sets():
     assert logprob[3] == 0 and entropy[3] == 0
     with pytest.raises(ValueError, match="expected a candidate in every active row, got none in row 3"):
         lmhead.support_logprobs(hidden, weight, ids, sampled, empty_support="error")
+    ignored = sampled.clone()
+    ignored[3] = -100  # outside the loss
+    lmhead.support_logprobs(hidden, weight, ids, ignored, empty_support="error")
     x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     full, entropy = lmhead.support_logprobs(x, w, ids, sampled, empty_support="full", temperature=0.7)
     whole = torch.log_softmax((hidden.double() @ weight.double().T) / 0.7, -1)
     torch.testing.assert_close(full[3].double(), whole[3, sampled[3]], rtol=1e-5, atol=4e-6)
     assert entropy[3] == 0
     full[3].backward()
-    assert x.grad[3].abs().sum() > 0 and x.grad[4].abs().sum() == 0
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    torch.log_softmax(exact[0] @ exact[1].T / 0.7, -1)[3, sampled[3]].backward()
+    for got, want in zip((x.grad, w.grad), (t.grad for t in exact)):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=4e-6)
+    # The other rows keep their sets, and a temperature a row is the row's own.
+    temperatures = torch.linspace(0.5, 1.5, N)
+    zero = lmhead.support_logprobs(hidden, weight, ids, sampled, temperature=temperatures)
+    full, entropy = lmhead.support_logprobs(
+        hidden, weight, ids, sampled, empty_support="full", temperature=temperatures
+    )
+    assert torch.equal(full[4:], zero[0][4:]) and torch.equal(entropy, zero[1])
+    whole = torch.log_softmax(hidden[3].double() @ weight.double().T / temperatures[3], -1)
+    torch.testing.assert_close(full[3].double(), whole[sampled[3]], rtol=1e-5, atol=4e-6)
     ids[4] = -1
     trajectories = torch.zeros(N, dtype=torch.int64)
     trajectories[4:] = 1
