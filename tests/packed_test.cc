@@ -296,6 +296,8 @@ TEST(Packed, AFaultOnOneRankReachesEveryRank) {
   const Packed other({10, 4}, {.h = 8, .v = 24});
   std::vector<std::int64_t> bad = packed.ids;
   bad[4] = 24;
+  std::vector<std::uint8_t> all(14, 1), fewer = all;
+  fewer[6] = 0;
   const auto other_layout = PackedLayout::make(other.lengths, {.tp = 2, .cp = 2});
   struct Fault {
     const char* message;
@@ -312,6 +314,11 @@ TEST(Packed, AFaultOnOneRankReachesEveryRank) {
       {"temperature: expected", on_one([](PackedProblem& p, int, int) { p.head.temperature = 0; })},
       {"ranks disagree", on_one([&](PackedProblem& p, int, int) { p.layout = &*other_layout; })},
       {"ranks disagree", on_one([](PackedProblem& p, int, int) { p.head.softcap = 3; })},
+      // Each tp group agrees by itself.
+      {"ranks disagree",
+       [&](PackedProblem& p, int, int cp) {
+         p.loss_mask = {cp == 1 ? fewer.data() : all.data(), 14, 1, DType::kUInt8};
+       }},
       {"input_ids: expected [14]", on_one([](PackedProblem& p, int, int) { p.input_ids.size = 13; })},
   };
   for (const Fault& fault : faults) {
