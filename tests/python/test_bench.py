@@ -1,0 +1,43 @@
+"""`lmhead bench`: what a record says of the shape that ran, and what it refuses. Times are not held to anything."""
+
+import json
+
+import command
+import pytest
+
+
+def records(*arguments):
+    done = command.run("bench", "--json", "--hidden", 64, "--vocab", 4096, "--tokens", 256, "--reps", 1, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (4, 1), (1, 2), (2, 4)])
+def test_a_shard_runs_at_its_local_shape(tp, cp):
+    (record,) = records("--tp", tp, "--cp", cp)
+    assert (record["n"], record["h"], record["v"]) == (256 // cp, 64, 4096 // tp)
+    assert f"--tp {tp} --cp {cp}" in record["command"] and record["ms"] > 0 and record["units"] > 0
+
+
+def test_masks_and_entropies_take_turns_with_what_they_are_compared_with():
+    rows = records("--op", "forward,forward_backward", "--entropy", "off,grad", "--active", "1,0.5", "--pattern",
+                   "suffix,scattered")  # fmt: skip
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        assert row["active"] == (1 if row["pattern"] == "dense" else 0.5)
+        assert (row["of_dense"] is None) == (row["pattern"] == "dense")
+        assert (row["of_entropy_off"] is None) == (row["entropy"] == "off")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cp", 3), "--cp: expected a divisor of --tokens 256, got 3"),
+        (("--tp", 3), "--tp: expected a divisor of the vocabulary 4096, got 3"),
+        (("--backend", "tpu"), "--backend: expected one of"),
+        (("--active", 1.5), "--active"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    done = command.run("bench", "--hidden", 64, "--vocab", 4096, "--tokens", 256, *arguments)
+    assert done.returncode == 2 and message in done.stderr and not done.stdout
