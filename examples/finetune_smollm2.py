@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="sequences in a batch")
     parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest difference of two losses")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of two losses")
     parser.add_argument("texts", type=pathlib.Path, nargs="+", help="UTF-8 text files")
     args = parser.parse_args()
 
