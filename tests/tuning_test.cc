@@ -99,15 +99,15 @@ TEST_F(Tuning, KeepsChoicesAndMerges) {
   backward.operation = Operation::kBackward;
   backward.general = true;
   ASSERT_TRUE(write_tuning(tuning_file(kSource), kSource, {{key(4096), "rows_64"}, {backward, "default"}}).ok());
-  ASSERT_TRUE(write_tuning(tuning_file(kSource), kSource, {{key(4096), "rows_256"}, {key(8192), "default"}}).ok());
-  const TuningTable expected{{key(4096), "rows_256"}, {backward, "default"}, {key(8192), "default"}};
+  ASSERT_TRUE(write_tuning(tuning_file(kSource), kSource, {{key(4096), "rows_128"}, {key(8192), "default"}}).ok());
+  const TuningTable expected{{key(4096), "rows_128"}, {backward, "default"}, {key(8192), "default"}};
   EXPECT_EQ(read(), expected);
   EXPECT_EQ(warning_, "");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder_ / "lmhead"), {}), 2) << "the file and its lock";
 }
 
 TEST_F(Tuning, BrokenFilesAreIgnoredAndReplaced) {
-  ASSERT_TRUE(write_tuning(tuning_file(kSource), kSource, {{key(4096), "rows_64"}, {key(8192), "rows_256"}}).ok());
+  ASSERT_TRUE(write_tuning(tuning_file(kSource), kSource, {{key(4096), "rows_64"}, {key(8192), "rows_128"}}).ok());
   const std::string good = text();
   for (std::size_t length = 1; length + 1 < good.size(); ++length) {  // cut off anywhere
     put(good.substr(0, length));
@@ -209,9 +209,9 @@ struct Probe {
 TEST_F(Tuning, CallsTakeTheTunedConfiguration) {
   const TuningSource& source = **kBlockedCpu.tuning_source();
   const Probe probe;
-  ASSERT_NE(probe.bytes("rows_256"), probe.bytes("default"));
-  ASSERT_TRUE(write_tuning(tuning_file(source), source, {{probe.key(), "rows_256"}}).ok());
-  EXPECT_EQ(in_child([&] { return probe.bytes("auto") == probe.bytes("rows_256"); }), 0);
+  ASSERT_NE(probe.bytes("rows_128"), probe.bytes("default"));
+  ASSERT_TRUE(write_tuning(tuning_file(source), source, {{probe.key(), "rows_128"}}).ok());
+  EXPECT_EQ(in_child([&] { return probe.bytes("auto") == probe.bytes("rows_128"); }), 0);
   ASSERT_TRUE(write_tuning(tuning_file(source), source, {{probe.key(), "of_a_later_version"}}).ok());
   EXPECT_EQ(in_child([&] { return probe.bytes("auto") == probe.bytes("default"); }), 0);
   std::ofstream(tuning_file(source)) << "garbage";
@@ -232,9 +232,9 @@ TEST_F(Tuning, ChoicesHoldForTheProcessWithoutAFile) {
   TuningKey other = probe.key();
   other.h = 128;
   EXPECT_EQ(in_child([&] {
-              adopt_tuning(source, {{probe.key(), "rows_256"}});
+              adopt_tuning(source, {{probe.key(), "rows_128"}});
               adopt_tuning(source, {{other, "rows_64"}});
-              return probe.bytes("auto") == probe.bytes("rows_256");
+              return probe.bytes("auto") == probe.bytes("rows_128");
             }),
             0);
 }
@@ -251,7 +251,7 @@ TEST_F(Tuning, UnknownConfigurationIsAnError) {
   const Result<WorkspaceSize> size = workspace_size(p, Operation::kForward, {}, e);
   EXPECT_EQ(size.status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(size.status().message(),
-            "configuration: expected auto, default, rows_64, rows_256 of backend cpu, got fastest");
+            "configuration: expected auto, default, rows_64, rows_128 of backend cpu, got fastest");
   EXPECT_EQ(configurations("reference", Operation::kForward), std::vector<std::string>{"default"});
   EXPECT_TRUE(configurations("abacus", Operation::kForward).empty());
 }

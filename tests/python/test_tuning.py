@@ -19,7 +19,7 @@ def cache(tmp_path, monkeypatch):
 def test_tune_measures_and_saves(cache):
     (tuned,) = lmhead.tune(64, 3000, 300, dtype="float32", device="cpu", seconds=0.1)
     assert (tuned.backend, tuned.operation, tuned.bucket) == ("cpu", "forward", 512)
-    assert [t.configuration for t in tuned.times] == ["default", "rows_64", "rows_256"]
+    assert [t.configuration for t in tuned.times] == ["default", "rows_64", "rows_128"]
     assert tuned.times[0].of_default == 1 and tuned.turns >= 3 and tuned.warning == ""
     text = open(tuned.file).read()
     assert tuned.file.startswith(str(cache)) and f"forward 512 64 3000 float32 entropy - {tuned.configuration}" in text
@@ -82,7 +82,7 @@ def test_command(cache):
         ("forward", 100, 128, 64, 2100),
         ("forward", 300, 512, 64, 2100),
     ]
-    assert [t["configuration"] for t in records[0]["times"]] == ["default", "rows_64", "rows_256"]
+    assert [t["configuration"] for t in records[0]["times"]] == ["default", "rows_64", "rows_128"]
     assert len({r["file"] for r in records}) == 1 and len(list((cache / "lmhead").glob("*.tuning"))) == 1
     dry = command.run("tune", "--hidden", 64, "--vocab", 2100, "--tokens", 100, "--dry-run", "--seconds", 0.1)
     assert dry.returncode == 0 and "saved" not in dry.stdout
