@@ -136,8 +136,9 @@ def forward_ways(p: Point, data: Data, skyrl, triton) -> dict[str, Callable[[], 
     }
 
 
-def gradient_ways(p: Point, data: Data, skyrl, triton) -> dict[str, Callable[[], Results]]:
-    """Results are logprob, entropy, dX, dW. Inactive rows have no upstream gradient; only `ours` can leave them out."""
+def gradient_ways(p: Point, data: Data, skyrl, triton, cache_bytes: int) -> dict[str, Callable[[], Results]]:
+    """Results are logprob, entropy, dX, dW. Inactive rows have no upstream gradient; only `ours` can leave them out, and
+    keep `cache_bytes` of exponentials for its backward."""
     x, w = data.hidden(p).detach().requires_grad_(), data.weight(p).detach().requires_grad_()
     ids, mask = data.targets(p), data.mask(p)
     a, g = (torch.randn(p.n, device=data.device, generator=data.generator) * mask for _ in range(2))
@@ -161,6 +162,7 @@ def gradient_ways(p: Point, data: Data, skyrl, triton) -> dict[str, Callable[[],
                 return_entropy=True,
                 entropy_requires_grad=True,
                 active=None if p.active == 1 else mask,
+                cache_bytes=cache_bytes,
             )
         ),
         "gemm": lambda: (torch.mm(x.detach(), w.detach().t(), out=product),),
@@ -270,9 +272,9 @@ def way_record(way: Measured, errors: list[float], names: tuple[str, ...]) -> di
     return record | dict(zip(names, errors))
 
 
-def measure(p: Point, data: Data, skyrl, triton) -> dict[str, object]:
+def measure(p: Point, data: Data, skyrl, triton, cache_bytes: int) -> dict[str, object]:
     gradients = p.op == "sweep_forward_backward"
-    runs = (gradient_ways if gradients else forward_ways)(p, data, skyrl, triton)
+    runs = gradient_ways(p, data, skyrl, triton, cache_bytes) if gradients else forward_ways(p, data, skyrl, triton)
     given = runs.pop("targets")()
     ways = {name: Measured(run) for name, run in runs.items()}
     if ways["ours"].error is not None:
@@ -309,7 +311,8 @@ def measure(p: Point, data: Data, skyrl, triton) -> dict[str, object]:
         "speedup_two_pass": paired(passes[faster], ours.ms) if faster else None,
         "combined_ms": baselines["combined"].get("ms"),
         "speedup_combined": paired(ways["combined"].ms, ours.ms) if ways["combined"].error is None else None,
-        "baselines": baselines, "rounds": len(ours.ms), "logical": p.logical,
+        "baselines": baselines, "rounds": len(ours.ms), "cache_bytes": cache_bytes if gradients else 0,
+        "logical": p.logical,
     }  # fmt: skip
 
 
@@ -346,6 +349,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out the points that --out has")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="end before this many seconds have passed")
     parser.add_argument("--op", choices=("sweep_forward", "sweep_forward_backward"), help="only this one")
+    parser.add_argument("--active", type=float, help="only points with this fraction of active rows")
+    parser.add_argument("--cache-bytes", type=int, default=0, help="of `ours` with gradients; one file a value")
     parser.add_argument("--most-gflop", type=float, default=math.inf, help="leave out larger points, for a trial")
     parser.add_argument("--commit", default="", help="recorded; default: git's")
     parser.add_argument("--summary", type=pathlib.Path, help="print the medians of a file and end")
@@ -361,7 +366,7 @@ def main() -> None:
             r = json.loads(line)
             done.add((r["op"], r["n"], r["h"], r["v"], r["active"]))
     todo = [p for p in points() if p.key not in done and p.flop <= args.most_gflop * 1e9]
-    todo = [p for p in todo if args.op in (None, p.op)]
+    todo = [p for p in todo if args.op in (None, p.op) and args.active in (None, p.active)]
     if not todo:
         return summary(args.out)
     skyrl, triton, skyrl_version = skyrl_peer.load()
@@ -386,7 +391,7 @@ def main() -> None:
             if begin - start + pace * p.flop > args.budget_s:
                 print(f"sweep: {len(todo) - k} points are left; run again with --resume", flush=True)
                 break
-            record = measure(p, data, skyrl, triton) | environment
+            record = measure(p, data, skyrl, triton, args.cache_bytes) | environment
             file.write(json.dumps(record) + "\n")
             file.flush()
             seconds = time.perf_counter() - begin

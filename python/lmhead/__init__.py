@@ -172,7 +172,7 @@ def linear_logprobs(
         cache_bytes: at most this much GPU memory holds exponentials of the forward (2 bytes a logit) until the
             backward, which then does not repeat the projection of the first active rows that fit: a quarter of forward
             and backward less when all fit. Changes no bit of the results, and gradients by less than a tenth of their
-            error. Backend "sm90" and bf16 only; otherwise a NotImplementedError, unless no backward can come.
+            error. Backend "sm90" only; otherwise a NotImplementedError, unless no backward can come.
         check: read and check ids and temperatures. Default: on the CPU only, since a GPU would have to wait;
             unchecked, a bad one makes its own row NaN.
         backend: "auto", or one of `info()`; a backend that cannot run the call is an error.

@@ -145,8 +145,8 @@ def cache_room(cache_bytes: int, n: int, v: int) -> int:
     arithmetic, since sizes may be symbols here."""
     if not cache_bytes:
         return 0
-    # lmhead::cache_size asks for 528 bytes a row and tile of 256 columns; octants and a shard's ends round up.
-    return torch.sym_min(cache_bytes, (n + 15) * ((v // 256 + 12) * 528 + 8) + 1024)
+    # lmhead::cache_size asks for 544 bytes a row and tile of 256 columns; octants and a shard's ends round up.
+    return torch.sym_min(cache_bytes, (n + 15) * ((v // 256 + 12) * 544 + 8) + 1024)
 
 
 def result_dtype(hidden: Tensor) -> torch.dtype:

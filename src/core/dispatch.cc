@@ -40,20 +40,15 @@ Result<const Implementation*> choose(const ResolvedProblem& problem, const Execu
                     : "backend: none can run this: " + reasons);
 }
 
-Status keeps_cache(const ResolvedProblem& problem, const Implementation& implementation, std::size_t bytes) {
-  const std::string expected = std::string("cache_bytes: expected 0 on backend ") + implementation.name;
-  const std::string got = ", got " + std::to_string(bytes);
-  if (implementation.cache_size == nullptr)
-    return {StatusCode::kUnsupported, expected + ", which keeps nothing for the backward" + got};
-  // fp16 gradients are rounded as finely as the cache: rounding twice would add 40 % to their error.
-  if (problem.compute != DType::kBFloat16)
-    return {StatusCode::kUnsupported, expected + " for " + to_string(problem.compute) + " products" + got};
-  return {};
+Status keeps_cache(const Implementation& implementation, std::size_t bytes) {
+  if (implementation.cache_size != nullptr) return {};
+  return {StatusCode::kUnsupported, std::string("cache_bytes: expected 0 on backend ") + implementation.name +
+                                        ", which keeps nothing for the backward, got " + std::to_string(bytes)};
 }
 
 /// The caller's cache is one that this backend can fill or read.
 Status check_cache(const ResolvedProblem& problem, const Implementation& implementation, const Execution& execution) {
-  LMHEAD_RETURN_IF_ERROR(keeps_cache(problem, implementation, execution.cache_bytes));
+  LMHEAD_RETURN_IF_ERROR(keeps_cache(implementation, execution.cache_bytes));
   if (problem.given.inference_only)
     return {StatusCode::kInvalidArgument,
             "cache_bytes: expected 0 with inference_only, got " + std::to_string(execution.cache_bytes)};
@@ -95,7 +90,7 @@ Result<std::size_t> cache_size(const Problem& problem, std::size_t budget, const
     Result<Call> call = plan_call(problem, execution, Operation::kForward);
     if (!call.ok()) return call.status();
     if (budget == 0) return std::size_t{0};
-    LMHEAD_RETURN_IF_ERROR(keeps_cache(call->problem, *call->implementation, budget));
+    LMHEAD_RETURN_IF_ERROR(keeps_cache(*call->implementation, budget));
     return call->implementation->cache_size(call->problem, budget);
   });
 }

@@ -486,7 +486,7 @@ class Backward {
       dlogits.columns = gemm.columns = cached.columns = static_cast<int>(columns);
       dlogits.ticket = l_.tickets + 2 * (k * l_.column_chunks(r_.v_valid) + c);
       gemm.ticket = dlogits.ticket + 1;
-      if (reads_cache()) LMHEAD_RETURN_IF_ERROR(launch_cached(cached, stream_));
+      if (reads_cache()) LMHEAD_RETURN_IF_ERROR(launch_cached(cached, r_.compute, stream_));
       if (!all_cached())
         LMHEAD_RETURN_IF_ERROR(launch_dlogits(dlogits, r_.compute, entropy_, multiprocessors_, stream_));
       if (!inputs_.selected.absent())

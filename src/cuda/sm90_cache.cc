@@ -34,7 +34,7 @@ CacheLayout CacheLayout::make(const ResolvedProblem& r, void* base, std::size_t 
   };
   std::int64_t rows = range;
   if (carve(rows, nullptr) > bytes) {
-    const std::int64_t row_bytes = l.tiles * (kTileColumns * 2 + 16);
+    const std::int64_t row_bytes = l.tiles * (kTileColumns * 2 + 32);
     rows = std::min(rows - 1, static_cast<std::int64_t>(bytes) / row_bytes) / kTileRows * kTileRows;
     while (rows > 0 && carve(rows, nullptr) > bytes) rows -= kTileRows;
   }

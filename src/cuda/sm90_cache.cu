@@ -47,12 +47,6 @@ __device__ __forceinline__ TileSpan tile_span(const CachedWork& w, int tile) {
   return {begin - s.vocab_start, min(begin + kTileColumns, limit) - s.vocab_start};
 }
 
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// Eight values of a row to dl[j .. j + 8), without those outside [0, columns).
 __device__ __forceinline__ void store8(std::uint16_t* dl, int j, int end, const uint4& packed) {
   if (j >= 0 && j + 8 <= end && j % 8 == 0) {  // rows of dl start on 16 bytes
@@ -99,7 +93,7 @@ __global__ void __launch_bounds__(kBlock)
   // A row that this forward never kept (another mask than its own) becomes NaN, not a read out of bounds.
   const bool kept = place >= 0 && place < w.cache.rows, lost = row >= 0 && !kept;
   uint4 raw[kTileColumns / 32];
-  float top = lost ? NAN : 0.0f;
+  float top[2] = {lost ? NAN : 0.0f, lost ? NAN : 0.0f};  // of the halves of the columns
   const std::int64_t block = std::int64_t{tile} * w.cache.blocks + place / kBlockRows;
   const int half = place / 8 % 2, from = place % 8 * 4 + quad;
 #pragma unroll
@@ -108,7 +102,12 @@ __global__ void __launch_bounds__(kBlock)
     if (kept && span.begin + 32 * g < span.end)
       raw[g] = __ldcs(w.cache.exponentials + block * kBlockVectors + kept_vector(g, half, from));
   }
-  if (kept) top = __ldcs(w.cache.top + block * kBlockTops + kept_top(half, from));
+  if (kept) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)  // a narrow tile has no second half
+      if (span.begin + h * kTileColumns / 2 < span.end)
+        top[h] = __ldcs(w.cache.top + block * kBlockTops + kept_top(h, half, from));
+  }
 
   const float factor = w.head.general ? kLog2E<float> : w.head.scale * kLog2E<float>;
   const Coefficients r = row_coefficients<kEntropy>(row >= 0 ? w.terms[i] : RowTerms(), row >= 0, factor, w.head.scale);
@@ -118,29 +117,35 @@ __global__ void __launch_bounds__(kBlock)
     const float y = w.cache.target[row] / w.terms[i].inverse_temperature * inverse_softcap;
     hit_slope = fmaf(-y, y, 1.0f);
   }
-  // p = E 2^base with u = log2(E) + base.
-  const float base = fmaf(top, r.c, -r.lse2), scale = exp2_approx(base);
-  const float a = r.a_term * scale, b = r.g_term * scale, top_y = top * inverse_softcap;
+  // The logit is u + base in log2 units, its probability p 2^base.
+  float base[2], a[2], b[2], top_y[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    base[h] = fmaf(top[h], r.c, -r.lse2);
+    const float scale = exp2_approx(base[h]);
+    a[h] = r.a_term * scale;
+    b[h] = r.g_term * scale;
+    top_y[h] = top[h] * inverse_softcap;
+  }
   auto* dl = static_cast<std::uint16_t*>(w.dl) + i * w.dl_stride;
   const int limit = min(span.end - w.column, w.columns), hit = r.target - span.begin - 2 * quad;
 #pragma unroll
   for (int g = 0; g < kTileColumns / 32; ++g) {
     if (span.begin + 32 * g >= span.end) break;
+    constexpr int kHalfVectors = kTileColumns / 64;
+    const int h = g / kHalfVectors;
     std::uint32_t word[4] = {raw[g].x, raw[g].y, raw[g].z, raw[g].w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float2 pair = Kept::unpack(word[k]);
-      float value[2] = {pair.x, pair.y};
+      float value[2], p[2], u[2];
+      Kept<T>::template unpack<kEntropy || kSoftcap>(word[k], p, u);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float exponential = value[e];
-        // E = 0: any finite logarithm will do, the product is 0.
-        const float log = kEntropy || kSoftcap ? log2_approx(fmaxf(exponential, 0x1p-27f)) : 0.0f;
-        float x = exponential * (kEntropy ? fmaf(b, log + base, a) : a);
+        float x = p[e] * (kEntropy ? fmaf(b[h], u[e] + base[h], a[h]) : a[h]);
         const bool target = hit == 32 * g + 8 * k + e;
         if (target) x += r.hit;
         if constexpr (kSoftcap) {
-          const float y = fmaf(log * inverse_c, inverse_softcap, top_y);
+          const float y = fmaf(u[e] * inverse_c, inverse_softcap, top_y[h]);
           x *= target ? hit_slope : fmaf(-y, y, 1.0f);
         }
         value[e] = x;
@@ -189,6 +194,8 @@ void count_cached(const RowList& list, const std::int32_t* place, std::int64_t r
   count_cached_kernel<<<1, 1, 0, stream>>>(list, place, rows, cached);
 }
 
-Status launch_cached(const CachedWork& work, cudaStream_t stream) { return launch_typed<__nv_bfloat16>(work, stream); }
+Status launch_cached(const CachedWork& work, DType dtype, cudaStream_t stream) {
+  return dtype == DType::kBFloat16 ? launch_typed<__nv_bfloat16>(work, stream) : launch_typed<__half>(work, stream);
+}
 
 }  // namespace lmhead::cuda::sm90

@@ -1,23 +1,24 @@
 // Exponentials that the forward keeps for the backward, so that the projection of their rows is not repeated.
 //
-// For the rows whose place in the list of active rows is below `rows`, E = 2^(c (x - top)) in 16 bits (sm90_kept.cuh),
+// For the rows whose place in the list of active rows is below `rows`, p = 2^(c (x - top)) in 16 bits (sm90_kept.cuh),
 // as the statistics compute it: x is the logit before the factor c = log2(e) / T, top the largest x of the row among
-// the columns that the same lane has seen in this segment, this tile's included. The logit of E comes back as
-// x = top + log2(E) / c. A probability of 1/2 or more is the largest of its lane, and so exact; at most 256 columns
+// the columns that the same lane has seen in this segment, this half of the tile included. The logit comes back as
+// x = top + log2(p) / c. A probability of 1/2 or more is the largest of its lane, and so exact; at most 256 columns
 // share a top, so no more than these lose digits to a peak.
 //
 // A block is what one warp of the forward holds of a tile: 16 rows, 256 columns, 8 KiB in the order of its
 // accumulators, so that it stores whole lines straight from registers. The blocks of a tile lie side by side:
 // neighbours in time are neighbours in memory. Rows of all tiles one after the other, written as boxes of 128 bytes
 // every 2 V bytes, made the forward 25 to 35 % slower. Vector k of lane l, four pairs of columns, is row l / 4 + 8 (k %
-// 2), columns 32 (k / 2) + 8 i + 2 (l % 4) and the next, i = 0 to 3. A row has one top for each lane of its quad.
+// 2), columns 32 (k / 2) + 8 i + 2 (l % 4) and the next, i = 0 to 3. A row has one top for each lane of its quad and
+// half of the columns.
 #pragma once
 
 #include "cuda/sm90_forward.h"
 
 namespace lmhead::cuda::sm90 {
 
-inline constexpr int kBlockRows = 16, kBlockVectors = kBlockRows * kTileColumns / 8, kBlockTops = 4 * kBlockRows;
+inline constexpr int kBlockRows = 16, kBlockVectors = kBlockRows * kTileColumns / 8, kBlockTops = 2 * 4 * kBlockRows;
 
 /// Carves the caller's cache. Rows beyond the first kRangeRows of a batch are never kept.
 struct CacheLayout {
@@ -41,7 +42,7 @@ Status note_places(const RowList& list, std::int64_t n, std::int32_t* place, cud
 void count_cached(const RowList& list, const std::int32_t* place, std::int64_t rows, std::int64_t* cached,
                   cudaStream_t stream);
 
-/// dl of a chunk from the cache, bf16.
+/// dl of a chunk from the cache.
 struct CachedWork {
   CacheLayout cache;
   Segments segments;
@@ -58,7 +59,7 @@ struct CachedWork {
   bool entropy;
 };
 /// Writes dl for the rows of the chunk that cached_rows() names, and zeros behind the last row as launch_dlogits does.
-Status launch_cached(const CachedWork& work, cudaStream_t stream);
+Status launch_cached(const CachedWork& work, DType dtype, cudaStream_t stream);
 
 /// Rows at the beginning of a chunk whose dl comes from the cache: whole tiles, or all `rows`. The dlogits kernel does
 /// the rest.

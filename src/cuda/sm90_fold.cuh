@@ -75,7 +75,7 @@ __device__ __forceinline__ float max_columns(const float (&d)[128], float start)
 }
 
 struct KeepNothing {
-  __device__ __forceinline__ std::uint32_t pack(float, float, int) const { return 0; }
+  __device__ __forceinline__ std::uint32_t pack(const float (&)[2], const float (&)[2]) const { return 0; }
   __device__ __forceinline__ void operator()(int, int, const std::uint32_t (&)[4]) const {}
 };
 
@@ -83,8 +83,8 @@ struct KeepNothing {
 /// the sake of independent instructions: one row after the other costs 2 % at H = 640. Sums and products are
 /// intrinsics: left to itself the compiler contracts the two rows differently, and a row's bits would depend on its
 /// place in the tile. d: what mask_and_pick left. halfway() is called once half of the exponentials are done.
-/// keep(group, r, pairs): where these exponentials of row r, of eight columns each from column 32 group on, go; their
-/// reference is the row's maximum afterwards.
+/// keep(group, r, pairs): where these exponentials p = 2^u of row r, of eight columns each from column 32 group on, go;
+/// their reference is the row's maximum afterwards.
 template <int kBegin, int kEnd, bool kEntropy, class Halfway, class Keep>
 __device__ __forceinline__ void fold_columns(float (&d)[128], const float (&c)[2], Running (&row)[2], Halfway&& halfway,
                                              const Keep& keep) {
@@ -107,15 +107,15 @@ __device__ __forceinline__ void fold_columns(float (&d)[128], const float (&c)[2
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int r = k % 2, i = 16 * group + 2 * k;
-      float p[2];
+      float p[2], u[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float u = fmaf(d[i + e], c[r], -reference[r]);
-        p[e] = exp2_approx(u);
+        u[e] = fmaf(d[i + e], c[r], -reference[r]);
+        p[e] = exp2_approx(u[e]);
         sum[2 * r + e] = __fadd_rn(sum[2 * r + e], p[e]);
-        if constexpr (kEntropy) weighted[2 * r + e] = fmaf(p[e], u, weighted[2 * r + e]);
+        if constexpr (kEntropy) weighted[2 * r + e] = fmaf(p[e], u[e], weighted[2 * r + e]);
       }
-      pairs[r][k / 2] = keep.pack(p[0], p[1], r);
+      pairs[r][k / 2] = keep.pack(p, u);
     }
     keep(group, 0, pairs[0]);
     keep(group, 1, pairs[1]);

@@ -143,7 +143,7 @@ Status launch_typed(const ForwardWork& w, bool entropy, int multiprocessors, cud
 }  // namespace
 
 Status launch_forward(const ForwardWork& work, DType dtype, bool entropy, int multiprocessors, cudaStream_t stream) {
-  if (work.kept.rows > 0) return launch_keeping_forward(work, entropy, multiprocessors, stream);
+  if (work.kept.rows > 0) return launch_keeping_forward(work, dtype, entropy, multiprocessors, stream);
   return dtype == DType::kBFloat16 ? launch_typed<__nv_bfloat16>(work, entropy, multiprocessors, stream)
                                    : launch_typed<__half>(work, entropy, multiprocessors, stream);
 }

@@ -52,7 +52,8 @@ struct ForwardWork {
 
 /// Writes partial[s, i] for every segment s and every row i < *count of the chunk.
 Status launch_forward(const ForwardWork& work, DType dtype, bool entropy, int multiprocessors, cudaStream_t stream);
-/// The same for work.kept.rows > 0, bf16 only; launch_forward calls it.
-Status launch_keeping_forward(const ForwardWork& work, bool entropy, int multiprocessors, cudaStream_t stream);
+/// The same for work.kept.rows > 0; launch_forward calls it.
+Status launch_keeping_forward(const ForwardWork& work, DType dtype, bool entropy, int multiprocessors,
+                              cudaStream_t stream);
 
 }  // namespace lmhead::cuda::sm90

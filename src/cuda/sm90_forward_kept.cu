@@ -1,5 +1,5 @@
-// The forward that keeps exponentials for the backward: the same states bit for bit, nothing overlapped, because its
-// stores to memory cost more than an epilogue.
+// The forward that keeps exponentials for the backward: the same states bit for bit, folded under the products as in
+// the plain forward, each half of a tile stored as it is folded.
 #include "cuda/sm90_fold.cuh"
 #include "cuda/sm90_forward.h"
 #include "cuda/sm90_kept.cuh"
@@ -10,33 +10,17 @@ namespace lmhead::cuda::sm90 {
 namespace {
 
 /// Streams the warp's block of exponentials out.
+template <class T>
 struct KeepBlock {
-  uint4* block;     ///< nullptr: rows that are not kept
-  float shrink[2];  ///< of each row: from the reference of these columns to the tile's
-  __device__ __forceinline__ std::uint32_t pack(float low, float high, int r) const {
-    return Kept::pack(low * shrink[r], high * shrink[r]);
+  uint4* block;  ///< nullptr: rows that are not kept
+  __device__ __forceinline__ std::uint32_t pack(const float (&p)[2], const float (&u)[2]) const {
+    return Kept<T>::pack(p, u);
   }
   __device__ __forceinline__ void operator()(int group, int r, const std::uint32_t (&pairs)[4]) const {
     if (block != nullptr)
       __stcs(block + kept_vector(group, r, threadIdx.x % 32), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
   }
 };
-
-/// The tile's halves in turn, as the overlapped forward folds them. What is kept has one reference a row, the maximum
-/// after the whole tile.
-template <bool kEntropy>
-__device__ __forceinline__ void fold_halves(float (&d)[128], const float (&c)[2], Running (&row)[2], uint4* to) {
-  constexpr int kHalf = kTileColumns / 16;
-  const float first[2] = {max_columns<0, kHalf, 0>(d, row[0].max), max_columns<0, kHalf, 1>(d, row[1].max)};
-  const float whole[2] = {max_columns<kHalf, 2 * kHalf, 0>(d, first[0]), max_columns<kHalf, 2 * kHalf, 1>(d, first[1])};
-  KeepBlock keep{to, {1.0f, 1.0f}};
-#pragma unroll
-  for (int r = 0; r < 2; ++r) keep.shrink[r] = exp2_approx(__fmul_rn(first[r], c[r]) - __fmul_rn(whole[r], c[r]));
-  fold_columns<0, kHalf, kEntropy>(
-      d, c, row, [] {}, keep);
-  fold_columns<kHalf, 2 * kHalf, kEntropy>(
-      d, c, row, [] {}, KeepBlock{to, {1.0f, 1.0f}});
-}
 
 /// Number of the block that keeps the rows from `row` on of the segment's tile whose first column is its `column`; 32
 /// bits are enough for 16 TiB.
@@ -48,15 +32,81 @@ __device__ __forceinline__ int kept_block(const ForwardWork& w, int segment, int
   return tile * w.kept.stride + row / kBlockRows;
 }
 
+/// Rows and statistics of the item whose last tile is not folded yet.
+struct Item {
+  int row = -1;  ///< the thread's first row, the other is row + 8; -1: no item yet
+  int segment;
+  float inverse_temperature[2], c[2];
+  int target[2];
+  Running running[2];
+};
+
+template <class T, bool kEntropy, bool kGeneral>
+struct Consumer {
+  const ForwardWork& w;
+  const int rows, warpgroup;
+  const float nats = kGeneral ? 1.0f : w.head.scale;
+  Item item;
+  int kept = -1;  ///< the warp's block of the tile whose second half is not folded yet; -1: its rows are not kept
+
+  __device__ __forceinline__ void next(int block, int segment) {
+    finish();
+    const int lane = threadIdx.x % 32;
+    item.row = first_row(block) + lane / 4;
+    item.segment = segment;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool present = item.row + 8 * r < rows;
+      // Loaded here, first used after the first products.
+      item.inverse_temperature[r] = present ? w.terms[item.row + 8 * r].inverse_temperature : 1.0f;
+      item.target[r] = present ? static_cast<int>(w.terms[item.row + 8 * r].target) : -1;
+      item.running[r] = Running();
+    }
+  }
+  __device__ __forceinline__ int first_row(int block) const {
+    return block * kTileRows + warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
+  }
+  __device__ __forceinline__ void set_factors(int block, int column) {
+    factors(nats * kLog2E<float>, item.inverse_temperature, item.c);
+    const int row = first_row(block);
+    kept = row < w.kept.rows ? kept_block(w, item.segment, column, row) : -1;
+  }
+  template <int kBegin, int kEnd, class Halfway>
+  __device__ __forceinline__ void fold(float (&d)[128], int limit, int v, Halfway&& halfway) {
+    if constexpr (kGeneral) apply_head<kBegin, kEnd>(d, w.head, v);
+    mask_and_pick<kBegin, kEnd>(d, limit, v, item.target, item.running);
+    const std::int64_t block = kept;
+    fold_columns<kBegin, kEnd, kEntropy>(
+        d, item.c, item.running, halfway,
+        KeepBlock<T>{kept < 0 ? nullptr : w.kept.exponentials + block * kBlockVectors});
+    if (kept >= 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        __stcs(w.kept.top + block * kBlockTops + kept_top(kBegin / kHalfGroups, r, threadIdx.x % 32),
+               item.running[r].max);
+    }
+  }
+  __device__ __forceinline__ void finish() {
+    if (item.row < 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      merge_quad<kEntropy>(item.c[r], item.running[r]);
+      if (threadIdx.x % 4 == 0 && item.row + 8 * r < rows)
+        w.partial[item.segment * w.partial_stride + item.row + 8 * r] =
+            to_state(item.running[r], item.c[r], nats * item.inverse_temperature[r]);
+    }
+  }
+};
+
 template <class T, bool kEntropy, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) keeping_kernel(const __grid_constant__ ForwardWork w) {
   extern __shared__ std::uint8_t raw[];
   Stages<T>& s = aligned_shared<Stages<T>>(raw);
-  const int rows = w.count != nullptr ? static_cast<int>(*w.count) : w.max_rows;
+  const int rows = __shfl_sync(~0u, w.count != nullptr ? static_cast<int>(*w.count) : w.max_rows, 0);
   if (rows <= 0) return;
   init_stages<T>(s);
   const TileOrder order{(rows + kTileRows - 1) / kTileRows, w.segments.count, w.group};
-  const int k_steps = (w.h + kTileDepth - 1) / kTileDepth, items = order.count();
+  const int k_steps = max((w.h + kTileDepth - 1) / kTileDepth, kLeastOverlapped), items = order.count();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0) - 1;
 
   if (warpgroup < 0) {
@@ -78,71 +128,61 @@ __global__ void __launch_bounds__(kThreads, 1) keeping_kernel(const __grid_const
     }
   } else {
     registers_increase<kConsumerRegisters>();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const float nats = kGeneral ? 1.0f : w.head.scale, factor = nats * kLog2E<float>;
+    Consumer<T, kEntropy, kGeneral> consumer{w, rows, warpgroup};
+    const auto nothing = [] {};
     Cursor cursor(kConsumerParity);
     RingCursor<kTicketSlots> tickets(kConsumerParity);
     float d[128];
+#pragma unroll
+    for (int j = 0; j < 128; ++j) d[j] = 0.0f;
+    int last_v = 0, last_limit = 0;  // of the tile whose second half is not folded yet, as in the plain forward
     for (int i; (i = take_item<T>(s, tickets)) < items;) {
       int block, segment;
       order.decode(i, block, segment);
       const Span span = segment_span(w.segments, segment);
-      const int row = block * kTileRows + warpgroup * 64 + warp * 16 + lane / 4;  // and row + 8
-      float inverse_temperature[2] = {1.0f, 1.0f}, c[2];  // loaded here, first used after the first tile
-      int target[2] = {-1, -1};
-      Running running[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (row + 8 * r < rows) {
-          inverse_temperature[r] = w.terms[row + 8 * r].inverse_temperature;
-          target[r] = static_cast<int>(w.terms[row + 8 * r].target);
-        }
-      }
       for (int v = span.begin; v < span.end; v += kTileColumns) {
         const int limit = span.end - v;
-        const int kept_rows = block * kTileRows + warpgroup * 64 + warp * 16;
-        const int kept = kept_rows < w.kept.rows ? kept_block(w, segment, v - span.begin, kept_rows) : -1;
-        uint4* const to = kept < 0 ? nullptr : w.kept.exponentials + std::int64_t{kept} * kBlockVectors;
         if (limit <= kNarrowColumns) {
-          multiply_tile<T, kNarrowColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
-          factors(factor, inverse_temperature, c);
-          if constexpr (kGeneral) apply_head<0, kNarrowColumns / 8>(d, w.head, v);
-          mask_and_pick<0, kNarrowColumns / 8>(d, limit, v, target, running);
-          fold_columns<0, kNarrowColumns / 8, kEntropy>(
-              d, c, running, [] {}, KeepBlock{to, {1.0f, 1.0f}});
+          consumer.template fold<kHalfGroups, 2 * kHalfGroups>(d, last_limit, last_v, nothing);
+          if (v == span.begin) consumer.next(block, segment);
+          narrow_tile<T>(s, cursor, warpgroup, k_steps, d);
+          consumer.set_factors(block, v - span.begin);
+          consumer.template fold<0, kNarrowColumns / 8>(d, limit, v, nothing);
+          consumer.kept = -1;
+          last_limit = 0;
         } else {
-          multiply_tile<T, kTileColumns, 0, 0>(s, cursor, warpgroup, k_steps, d);
-          factors(factor, inverse_temperature, c);
-          if constexpr (kGeneral) apply_head<0, kTileColumns / 8>(d, w.head, v);
-          mask_and_pick<0, kTileColumns / 8>(d, limit, v, target, running);
-          fold_halves<kEntropy>(d, c, running, to);
+          const TileHead head = begin_tile<T>(s, cursor, warpgroup, d);
+          consumer.template fold<kHalfGroups, 2 * kHalfGroups>(d, last_limit, last_v, nothing);
+          if (v == span.begin) consumer.next(block, segment);
+          const TileTail tail = continue_tile<T>(s, cursor, warpgroup, k_steps, head, d);
+          consumer.set_factors(block, v - span.begin);
+          consumer.template fold<0, kHalfGroups>(d, limit, v, [&] { release_first(s, tail); });
+          end_tile(s, tail, d);
+          last_limit = limit;
         }
-        if (kept >= 0) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-            __stcs(w.kept.top + std::int64_t{kept} * kBlockTops + kept_top(r, lane), running[r].max);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        merge_quad<kEntropy>(c[r], running[r]);
-        if (lane % 4 == 0 && row + 8 * r < rows)
-          w.partial[segment * w.partial_stride + row + 8 * r] =
-              to_state(running[r], c[r], nats * inverse_temperature[r]);
+        last_v = v;
       }
     }
+    consumer.template fold<kHalfGroups, 2 * kHalfGroups>(d, last_limit, last_v, nothing);
+    consumer.finish();
   }
 }
 
-}  // namespace
-
-Status launch_keeping_forward(const ForwardWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
-  using T = __nv_bfloat16;
+template <class T>
+Status launch_typed(const ForwardWork& w, bool entropy, int multiprocessors, cudaStream_t stream) {
   return with_flags(entropy, w.head.general, [&](auto with_entropy, auto general) {
     const auto kernel = keeping_kernel<T, decltype(with_entropy)::value, decltype(general)::value>;
     return launch_persistent<Stages<T>>(kernel, w, ceil_div(w.max_rows, kTileRows) * w.segments.count, multiprocessors,
                                         stream, "sm90 forward that keeps exponentials");
   });
+}
+
+}  // namespace
+
+Status launch_keeping_forward(const ForwardWork& work, DType dtype, bool entropy, int multiprocessors,
+                              cudaStream_t stream) {
+  return dtype == DType::kBFloat16 ? launch_typed<__nv_bfloat16>(work, entropy, multiprocessors, stream)
+                                   : launch_typed<__half>(work, entropy, multiprocessors, stream);
 }
 
 }  // namespace lmhead::cuda::sm90

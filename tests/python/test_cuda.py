@@ -147,10 +147,11 @@ needs_sm90 = pytest.mark.skipif(
 
 
 @needs_sm90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("cache_bytes", [1 << 40, 4 << 20])  # all rows, and some
-def test_a_cache_changes_no_result_and_repeats(softcap, cache_bytes):
-    x, w, t = make(n=1000, h=256, v=4104)
+def test_a_cache_changes_no_result_and_repeats(dtype, softcap, cache_bytes):
+    x, w, t = make(n=1000, h=256, v=4104, dtype=dtype)
     active = torch.arange(1000, device="cuda") % 5 > 0
     options = {"softcap": softcap, "active": active, "temperature": 0.8}
     plain, cached = scored(x, w, t, **options), scored(x, w, t, cache_bytes=cache_bytes, **options)
@@ -179,7 +180,7 @@ def test_a_cache_is_kept_for_a_backward_only():
 
     plain, cached = held()[0], held(cache_bytes=1 << 40)[0]
     room = torch_ops.cache_room(1 << 40, 2048, 32768)
-    assert 2048 * 32768 * 2 <= room <= 2048 * 32768 * 2 * 1.14
+    assert 2048 * 32768 * 2 <= room <= 2048 * 32768 * 2 * 1.18
     assert room <= cached - plain <= room + (2 << 20)  # PyTorch's allocator may hand out a multiple of 2 MiB
     assert held(cache_bytes=50 << 20)[0] - plain <= 50 << 20
     with torch.no_grad():
