@@ -32,15 +32,6 @@ __device__ __forceinline__ float cap_slope(float x, float inverse_softcap) {
   return kGeneral ? fmaf(-y, y, 1.0f) : 1.0f;
 }
 
-/// Reads every register of the second half as an integer. Where a floating-point instruction is the first to read them
-/// while products of the first half are in flight, the compiler waits for these products (C7517).
-__device__ __forceinline__ void touch_second_half(const float (&d)[128]) {
-  unsigned bits = blockDim.x;
-#pragma unroll
-  for (int j = 64; j < 128; ++j) bits |= __float_as_uint(d[j]);
-  if (bits == 0) __trap();  // never: there are threads
-}
-
 /// A consumer's tile whose second half is not stored yet.
 template <class T, bool kEntropy, bool kGeneral>
 struct Consumer {
@@ -76,7 +67,6 @@ struct Consumer {
   __device__ __forceinline__ void finish(float (&d)[128], Halfway&& halfway) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     if constexpr (kGeneral) apply_head<kHalf * kHalfGroups, (kHalf + 1) * kHalfGroups>(d, w.head, w.column + column);
-    if constexpr (kHalf == 1 && !kGeneral) touch_second_half(d);  // with apply_head it serialises all products (C7518)
     T* const out = s.out[warpgroup][warp];
     if (lane == 0) tma_store_wait_read<0>();  // of the half before, long done
     __syncwarp();
