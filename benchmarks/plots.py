@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 SWEEP, CURVES, CPU = "sweep-nvidia-h200.jsonl", "curves.jsonl", "cpu.jsonl"
+TUNED = "tuned-nvidia-h200.jsonl"
 HEADS = {
     "nemotron-super": (4096, 131072),
     "nemotron-ultra": (8192, 131072),
@@ -309,13 +310,28 @@ def figures(sweep: list[dict]) -> None:
         print(f"| {active} | {' | '.join(cells)} |")
 
 
+def tuned_figures(tuned: list[dict]) -> None:
+    """Time of the best configuration as part of the default's, over local shapes, as Markdown rows."""
+    for operation in ("forward", "backward"):
+        group = [r for r in tuned if r["op"] == f"tune_{operation}"]
+        if not group:
+            continue
+        best = sorted(r["of_default"] for r in group)
+        chosen = sum(r["configuration"] != "default" for r in group)
+        print(f"| {operation} | {len(group)} | {statistics.median(best):.3f} | {best[0]:.3f} | {chosen} |")
+    for r in tuned:
+        if r["op"] == "tune_head":
+            print(f"tune of {r['head']} at {r['tokens']} tokens: {r['seconds']:.1f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", action="store_true", help="print the medians and draw nothing")
     args = parser.parse_args()
     sweep, curves, cpu = read(SWEEP), read(CURVES), read(CPU)
     if args.figures:
-        return figures(sweep)
+        figures(sweep)
+        return tuned_figures(read(TUNED))
     plt.rcParams.update({"svg.hashsalt": "lmhead", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 8})
     plt.rcParams.update({"axes.grid": True, "grid.color": "#e5e5e5", "axes.axisbelow": True})
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
