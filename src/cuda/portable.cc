@@ -35,7 +35,7 @@ class Tiling {
   /// Terms of rows [begin, begin + count), and their hidden rows where the plan copies them.
   void prepare_rows(std::int64_t begin, std::int64_t count, const BackwardInputs* backward) {
     cuda::prepare_rows(row_inputs(r_, begin, count, backward != nullptr ? *backward : BackwardInputs{}), count,
-                       backward != nullptr, {}, tiles_.terms, stream_);
+                       backward != nullptr, tiles_.terms, stream_);
     const ConstMatrix rows = row_slice(r_.given.hidden, begin, count);
     hidden_ = {rows.data, rows.row_stride};
     if (plan_.copy_hidden) {

@@ -1,12 +1,9 @@
 #include "cuda/rows.h"
 
-#include <cub/device/device_select.cuh>
-#include <cuda/std/limits>
-#include <thrust/iterator/counting_iterator.h>
-
 #include "core/validate.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
+#include "cuda/rows.cuh"
 
 namespace lmhead::cuda {
 namespace {
@@ -37,71 +34,10 @@ SelectedGradient slice(SelectedGradient s, std::int64_t begin, std::int64_t coun
   return {slice(s.ids, begin, count), slice(s.logits, begin, count), slice(s.upstream, begin, count)};
 }
 
-__device__ __forceinline__ bool is_active(const RowInputs& rows, std::int64_t i) {
-  return (rows.active.data == nullptr || load_int(rows.active, i) > 0) &&
-         load_int(rows.targets, i) != rows.ignore_index;
-}
-
-/// NaN counts as a gradient: only exact zeros drop a row.
-__device__ __forceinline__ bool has_gradient(const RowInputs& rows, std::int64_t i) {
-  if ((rows.dlogprob.data != nullptr && !(load_float(rows.dlogprob, i) == 0.0f)) ||
-      (rows.dentropy.data != nullptr && !(load_float(rows.dentropy, i) == 0.0f)))
-    return true;
-  // Upstream gradients at selected ids may cancel in their total and still move the row.
-  const ConstMatrix& upstream = rows.selected.upstream;
-  for (std::int64_t k = 0; k < rows.selected.ids.cols; ++k)
-    if (!(load_float(upstream.data, upstream.dtype, i * upstream.row_stride + k) == 0.0f)) return true;
-  return false;
-}
-
-/// A temperature that checked mode would refuse becomes NaN, and so does its row.
-__device__ __forceinline__ float inverse_temperature(const RowInputs& rows, std::int64_t i) {
-  const float t = rows.temperature.data != nullptr ? load_float(rows.temperature, i) : rows.scalar_temperature;
-  return t > 0.0f && t < INFINITY ? 1.0f / t : NAN;
-}
-
-__device__ __forceinline__ bool target_in_vocab(const RowInputs& rows, std::int64_t i) {
-  if (!rows.zero_out_of_vocab) return true;
-  const std::int64_t id = load_int(rows.targets, i);
-  return id >= 0 && id < rows.valid_vocab;
-}
-
-__global__ void prepare_kernel(RowInputs rows, std::int64_t n, bool backward, RowList list, RowTerms* terms) {
-  const std::int64_t count = list.count != nullptr ? *list.count : n;
+__global__ void prepare_kernel(RowInputs rows, std::int64_t n, bool backward, RowTerms* terms) {
   for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < n;
-       i += std::int64_t{gridDim.x} * kThreads) {
-    RowTerms t{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0, -1};
-    const std::int64_t row = i < count && list.index != nullptr ? list.index[i] : i;
-    if (i < count && is_active(rows, row) && (!backward || has_gradient(rows, row))) {
-      t.active = 1;
-      t.inverse_temperature = inverse_temperature(rows, row);
-      const std::int64_t column = load_int(rows.targets, row) - rows.vocab_start;
-      // With selected ids every one-hot part of the gradient is theirs.
-      const bool selected = backward && rows.selected.ids.data != nullptr;
-      t.target = !selected && column >= 0 && column < rows.v_valid ? column : -1;
-      if (backward) {
-        t.lse = load_float(rows.lse, row);
-        t.a = rows.dlogprob.data != nullptr ? load_float(rows.dlogprob, row) : 0.0f;
-        t.g = rows.dentropy.data != nullptr ? load_float(rows.dentropy, row) : 0.0f;
-        t.entropy = rows.dentropy.data != nullptr ? load_float(rows.entropy, row) : 0.0f;
-      }
-    }
-    terms[i] = t;
-  }
-}
-
-struct IsActive {
-  RowInputs rows;
-  bool backward;
-  __device__ bool operator()(std::int32_t i) const {
-    return is_active(rows, i) && (!backward || has_gradient(rows, i));
-  }
-};
-
-__device__ __forceinline__ void write_row(const RowOutputs& out, std::int64_t i, const RowResult<float>& result) {
-  if (out.logprob.data != nullptr) store_float(out.logprob, i, result.logprob);
-  if (out.entropy.data != nullptr) store_float(out.entropy, i, result.entropy);
-  if (out.lse.data != nullptr) store_float(out.lse, i, result.lse);
+       i += std::int64_t{gridDim.x} * kThreads)
+    terms[i] = takes_part(rows, i, backward) ? row_terms(rows, i, backward) : kNoTerms;
 }
 
 __device__ __forceinline__ SoftmaxState shuffle_down(unsigned mask, const SoftmaxState& s, int delta) {
@@ -144,15 +80,6 @@ __global__ void fold_kernel(FoldChunk chunk, RowInputs rows, std::int64_t n, Row
     if (out.state != nullptr) out.state[row] = state;
     if (out.target != nullptr) out.target[row] = state.target;
     write_row(out, row, active ? finish(state, target_in_vocab(rows, row)) : RowResult<float>{0.0f, 0.0f, 0.0f});
-  }
-}
-
-__global__ void clear_kernel(RowInputs rows, std::int64_t n, RowOutputs out) {
-  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < n;
-       i += std::int64_t{gridDim.x} * kThreads) {
-    if (is_active(rows, i)) continue;
-    if (out.state != nullptr) out.state[i] = empty_state();
-    write_row(out, i, {0.0f, 0.0f, 0.0f});
   }
 }
 
@@ -227,32 +154,13 @@ RowOutputs row_outputs(const ForwardOutputs& o, std::int64_t begin, std::int64_t
   return {slice(o.logprob, begin, count), slice(o.entropy, begin, count), slice(o.lse, begin, count), nullptr, nullptr};
 }
 
-void prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, const RowList& list, RowTerms* terms,
-                  cudaStream_t stream) {
-  if (n > 0) prepare_kernel<<<grid_for(n, kThreads), kThreads, 0, stream>>>(rows, n, backward, list, terms);
-}
-
-std::size_t compact_bytes(std::int64_t n) {
-  std::size_t bytes = 0;
-  cub::DeviceSelect::If(nullptr, bytes, thrust::counting_iterator<std::int32_t>(0), static_cast<std::int32_t*>(nullptr),
-                        static_cast<std::int64_t*>(nullptr), static_cast<std::int32_t>(n), IsActive{});
-  return bytes;
-}
-
-Status compact_rows(const RowInputs& rows, std::int64_t n, bool backward, std::int32_t* index, std::int64_t* count,
-                    void* scratch, std::size_t scratch_bytes, cudaStream_t stream) {
-  return to_status(cub::DeviceSelect::If(scratch, scratch_bytes, thrust::counting_iterator<std::int32_t>(0), index,
-                                         count, static_cast<std::int32_t>(n), IsActive{rows, backward}, stream),
-                   "compact_rows");
+void prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, RowTerms* terms, cudaStream_t stream) {
+  if (n > 0) prepare_kernel<<<grid_for(n, kThreads), kThreads, 0, stream>>>(rows, n, backward, terms);
 }
 
 void fold_segments(const FoldChunk& chunk, const RowInputs& rows, std::int64_t n, const RowList& list,
                    const RowOutputs& outputs, cudaStream_t stream) {
   if (n > 0) fold_kernel<<<grid_for(n, kThreads / kLanesPerRow), kThreads, 0, stream>>>(chunk, rows, n, list, outputs);
-}
-
-void clear_inactive(const RowInputs& rows, std::int64_t n, const RowOutputs& outputs, cudaStream_t stream) {
-  if (n > 0) clear_kernel<<<grid_for(n, kThreads), kThreads, 0, stream>>>(rows, n, outputs);
 }
 
 Status combine(const ResolvedProblem& r, const ConstMatrix& states, const ForwardOutputs& outputs, const Execution& e) {

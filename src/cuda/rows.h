@@ -38,7 +38,7 @@ struct alignas(32) RowTerms {
   int64_t target;  ///< column within the shard, or -1 when it is not one of its valid columns
 };
 
-/// A list of the active rows made by compact_rows; without one, row i of the work is row i.
+/// A list of the active rows; without one, row i of the work is row i.
 struct RowList {
   const std::int32_t* index = nullptr;  ///< ascending row numbers
   const std::int64_t* count = nullptr;  ///< on the device; rows of the work beyond it are inactive
@@ -46,14 +46,7 @@ struct RowList {
 
 /// Writes terms[i] for i in [0, n). `backward`: active needs an upstream gradient, and a, g, lse,
 /// entropy are filled in.
-void prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, const RowList& list, RowTerms* terms,
-                  cudaStream_t stream);
-
-/// Scratch bytes for compact_rows over n rows.
-std::size_t compact_bytes(std::int64_t n);
-/// Lists the active rows of [0, n), n < 2^31, in order; the count stays on the device.
-Status compact_rows(const RowInputs& rows, std::int64_t n, bool backward, std::int32_t* index, std::int64_t* count,
-                    void* scratch, std::size_t scratch_bytes, cudaStream_t stream);
+void prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, RowTerms* terms, cudaStream_t stream);
 
 /// Where a row's results go; absent ones are not written.
 struct RowOutputs {
@@ -77,11 +70,9 @@ struct FoldChunk {
 };
 /// Folds the chunk's segments in canonical order; after the last chunk merges the octants as a tree and
 /// writes the results of the rows of the work. Inactive rows get zeros (the empty state). With a list the
-/// rows outside it are not touched: clear_inactive does them.
+/// rows outside it are not touched.
 void fold_segments(const FoldChunk& chunk, const RowInputs& rows, std::int64_t n, const RowList& list,
                    const RowOutputs& outputs, cudaStream_t stream);
-/// Writes zeros (the empty state) for the inactive rows of [0, n).
-void clear_inactive(const RowInputs& rows, std::int64_t n, const RowOutputs& outputs, cudaStream_t stream);
 
 /// combine() of the public interface: merge_tree over the states of all shards.
 Status combine(const ResolvedProblem& r, const ConstMatrix& states, const ForwardOutputs& outputs, const Execution& e);

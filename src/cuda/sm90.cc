@@ -14,6 +14,7 @@
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_forward.h"
 #include "cuda/sm90_gemm.h"
+#include "cuda/sm90_list.h"
 #include "cuda/sm90_rows.h"
 #include "cuda/sm90_tiles.h"
 
@@ -98,10 +99,8 @@ Status weight_map(CUtensorMap* map, const ResolvedProblem& r, int box_rows) {
 
 /// What both directions keep about rows and columns.
 struct Common {
-  std::int32_t* index;
+  std::int32_t *index, *parts;
   std::int64_t* active;
-  void* scratch;
-  std::size_t scratch_bytes;
   RowTerms* terms;
   int* compacted;
   float* bias;
@@ -110,8 +109,7 @@ struct Common {
     static_cast<void>(w.take_bytes(kCheckBytes));
     index = w.take<std::int32_t>(rows);
     active = w.take<std::int64_t>(1);
-    scratch_bytes = compact_bytes(rows);
-    scratch = w.take_bytes(static_cast<std::int64_t>(scratch_bytes));
+    parts = w.take<std::int32_t>(list_parts(rows));
     terms = w.take<RowTerms>(rows);
     compacted = w.take<int>(1);
     bias = r.given.bias.absent() ? nullptr : w.take<float>(padded(r));
@@ -121,14 +119,7 @@ struct Common {
   void prepare_bias(const ResolvedProblem& r, cudaStream_t stream) const {
     if (bias != nullptr) load_bias(r.given.bias, r.v_valid, padded(r), bias, stream);
   }
-  /// Lists the active rows and gathers their terms.
-  Status prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, const ChunkCounts& counts,
-                      cudaStream_t stream) const {
-    LMHEAD_RETURN_IF_ERROR(compact_rows(rows, n, backward, index, active, scratch, scratch_bytes, stream));
-    split_count(active, n, counts, stream);
-    cuda::prepare_rows(rows, n, backward, {index, active}, terms, stream);
-    return {};
-  }
+  ListBuffers list() const { return {parts, index, active, terms}; }
 };
 
 // ---- forward --------------------------------------------------------------------------------------
@@ -196,14 +187,12 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
   // Inactive rows of a single tile cost nothing, and listing them would: launches, at small N most of the time.
   const bool listed = n > kTileRows;
   if (listed) {
-    LMHEAD_RETURN_IF_ERROR(
-        l.common.prepare_rows(inputs, n, false,
-                              {l.whole_counts, l.wholes(), l.whole_rows, l.gathered_counts, l.gathereds(),
-                               l.gathered_rows, l.common.compacted, l.tickets, l.wholes() + l.gathereds()},
-                              stream));
-    clear_inactive(inputs, n, outputs, stream);
+    list_rows(inputs, n, false, l.common.list(),
+              {l.whole_counts, l.wholes(), l.whole_rows, l.gathered_counts, l.gathereds(), l.gathered_rows,
+               l.common.compacted, l.tickets, l.wholes() + l.gathereds()},
+              outputs, stream);
   } else {
-    prepare_rows(inputs, n, false, {}, l.common.terms, stream);
+    prepare_rows(inputs, n, false, l.common.terms, stream);
     LMHEAD_RETURN_IF_ERROR(to_status(cudaMemsetAsync(l.tickets, 0, sizeof(int), stream), "cudaMemsetAsync"));
   }
 
@@ -403,14 +392,13 @@ class Backward {
       hidden_.rows = rows;
     }
     const std::int64_t row_chunks = l_.row_chunks(rows);
-    LMHEAD_RETURN_IF_ERROR(l_.common.prepare_rows(
-        inputs_, rows, true,
-        {l_.counts, static_cast<int>(row_chunks), l_.chunk.rows, nullptr, 0, 0, l_.common.compacted, l_.tickets,
-         static_cast<int>(2 * row_chunks * l_.column_chunks(r_.v_valid))},
-        stream_));
+    list_rows(inputs_, rows, true, l_.common.list(),
+              {l_.counts, static_cast<int>(row_chunks), l_.chunk.rows, nullptr, 0, 0, l_.common.compacted, l_.tickets,
+               static_cast<int>(2 * row_chunks * l_.column_chunks(r_.v_valid))},
+              {}, stream_);
     // An fp32 gradient is written row by row through the list: the rows outside it here.
     if (!hidden_.absent() && !out_.accumulate_hidden && l_.hidden_sums == nullptr)
-      finish_hidden(nullptr, l_.common.index, l_.common.active, 0, 0, true, hidden_, stream_);
+      finish_hidden(nullptr, l_.common.index, l_.common.active, 0, 0, true, false, hidden_, stream_);
     if (reads_cache() && !all_cached())
       count_cached({l_.common.index, l_.common.active}, cache_.place, cache_.rows, l_.cached, stream_);
     return {};
@@ -473,6 +461,8 @@ class Backward {
     gemm.h = static_cast<int>(r_.h);
     const bool through_sums = l_.hidden_sums != nullptr;
     gemm.index = through_sums ? nullptr : l_.common.index + begin;
+    // The last product can round the sums itself, unless the gradient still holds the gathered rows.
+    const bool rounds = through_sums && hidden_.dtype == r_.compute;
 
     for (std::int64_t v = 0, c = 0; v < r_.v_valid; v += l_.chunk.columns, ++c) {
       const std::int64_t columns = std::min(l_.chunk.columns, r_.v_valid - v);
@@ -501,12 +491,15 @@ class Backward {
       LMHEAD_RETURN_IF_ERROR(dl_map(&gemm.dl_columns, kTileDepth));
       gemm.dx = {through_sums ? l_.hidden_sums : hidden_.data, through_sums ? r_.h : hidden_.row_stride,
                  sum_store(!out_.hidden.absent(), c == 0, out_.accumulate_hidden)};
+      if (rounds && v + columns == r_.v_valid)
+        gemm.rounded = {static_cast<std::uint16_t*>(hidden_.data) + begin * hidden_.row_stride, hidden_.row_stride,
+                        Store::kRounded};
       gemm.dw = weight_output(v, first);
       if (gemm.dx.store != Store::kNone || gemm.dw.store != Store::kNone)
         LMHEAD_RETURN_IF_ERROR(launch_gemm(gemm, r_.compute, multiprocessors_, stream_));
     }
     if (through_sums)
-      finish_hidden(l_.hidden_sums, l_.common.index, l_.common.active, begin, rows, k == 0, hidden_, stream_);
+      finish_hidden(l_.hidden_sums, l_.common.index, l_.common.active, begin, rows, k == 0, rounds, hidden_, stream_);
     return {};
   }
 

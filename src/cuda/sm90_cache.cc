@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/launch.h"
-#include "cuda/sm90_rows.h"
+#include "cuda/sm90_list.h"
 
 namespace lmhead::cuda::sm90 {
 

@@ -48,33 +48,35 @@ __device__ __forceinline__ Tile decode(const Plan& p, int i) {
 
 /// Four consecutive columns of a row; `aligned`: vector accesses are possible everywhere.
 template <class T, Store kStore>
-__device__ __forceinline__ void write4(void* data, std::int64_t at, bool aligned, float a, float b, float c, float d) {
+__device__ __forceinline__ void write4(void* data, std::int64_t at, bool aligned, const float4& x) {
   if constexpr (kStore == Store::kRounded) {
     T* to = static_cast<T*>(data) + at;
     if (aligned) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(a, b), pack2<T>(c, d));
+      *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(x.x, x.y), pack2<T>(x.z, x.w));
     } else {
-      to[0] = from_float<T>(a), to[1] = from_float<T>(b), to[2] = from_float<T>(c), to[3] = from_float<T>(d);
+      to[0] = from_float<T>(x.x), to[1] = from_float<T>(x.y), to[2] = from_float<T>(x.z), to[3] = from_float<T>(x.w);
     }
   } else {
     float* to = static_cast<float*>(data) + at;
     if (kStore == Store::kWrite && aligned) {
-      *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
+      *reinterpret_cast<float4*>(to) = x;
     } else if (kStore == Store::kWrite) {
-      to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     } else if (aligned) {
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+                   "f"(x.w)
                    : "memory");
     } else {
-      to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+      to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
     }
   }
 }
 
-/// The warpgroup's 64 x 256 outputs. Lane pairs swap halves, so that each lane writes 4 columns of one row.
+/// The warpgroup's 64 x 256 outputs. Lane pairs swap halves, so that each lane writes 4 columns of one row. kRounded:
+/// plus `sums` [rows, columns], unless they are null.
 template <class T, Store kStore>
 __device__ __forceinline__ void write_tile(const float (&d)[128], const GemmOutput& out, const std::int32_t* index,
-                                           int row0, int rows, int column, int columns) {
+                                           const float* sums, int row0, int rows, int column, int columns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const bool odd = lane % 2 != 0;
   const int row = row0 + warp * 16 + lane / 4 + (odd ? 8 : 0);
@@ -87,9 +89,14 @@ __device__ __forceinline__ void write_tile(const float (&d)[128], const GemmOutp
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const float d0 = d[4 * j], d1 = d[4 * j + 1], d2 = d[4 * j + 2], d3 = d[4 * j + 3];
     const float swap0 = __shfl_xor_sync(~0u, odd ? d0 : d2, 1), swap1 = __shfl_xor_sync(~0u, odd ? d1 : d3, 1);
-    if (present && column + 8 * j < columns)  // H is a multiple of 8: no group of 4 straddles the end
-      write4<T, kStore>(out.data, to + column + 8 * j, aligned, odd ? swap0 : d0, odd ? swap1 : d1, odd ? d2 : swap0,
-                        odd ? d3 : swap1);
+    if (present && column + 8 * j < columns) {  // H is a multiple of 8: no group of 4 straddles the end
+      float4 x = {odd ? swap0 : d0, odd ? swap1 : d1, odd ? d2 : swap0, odd ? d3 : swap1};
+      if (kStore == Store::kRounded && sums != nullptr) {
+        const float4 sum = __ldcs(reinterpret_cast<const float4*>(sums + std::int64_t{row} * columns + column + 8 * j));
+        x = {x.x + sum.x, x.y + sum.y, x.z + sum.z, x.w + sum.w};
+      }
+      write4<T, kStore>(out.data, to + column + 8 * j, aligned, x);
+    }
   }
 }
 
@@ -124,6 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
     registers_increase<kConsumerRegisters>();
     Cursor cursor(kConsumerParity);
     RingCursor<kTicketSlots> tickets(kConsumerParity);
+    const bool rounded = w.rounded.data != nullptr && *w.compacted == 0;
     float d[128];
     for (int i; (i = take_item(s, tickets)) < tiles;) {
       const Tile t = decode(plan, i);
@@ -133,13 +141,15 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_kernel(const __grid_constant
       } else {
         multiply_tile<T, kTileColumns, 0, 1>(s, cursor, warpgroup, plan.dx_steps, d);
       }
-      const GemmOutput out = t.dw ? w.dw : w.dx;
-      const std::int32_t* index = t.dw ? nullptr : w.index;
+      const GemmOutput out = t.dw ? w.dw : rounded ? w.rounded : w.dx;
+      const std::int32_t* index = t.dw || rounded ? nullptr : w.index;
+      const float* sums =
+          !t.dw && rounded && w.dx.store == Store::kAdd ? static_cast<const float*>(w.dx.data) : nullptr;
       const int end = t.dw ? w.columns : rows;
       switch (out.store) {
-        case Store::kWrite: write_tile<T, Store::kWrite>(d, out, index, row0, end, t.column, w.h); break;
-        case Store::kAdd: write_tile<T, Store::kAdd>(d, out, index, row0, end, t.column, w.h); break;
-        default: write_tile<T, Store::kRounded>(d, out, index, row0, end, t.column, w.h);
+        case Store::kWrite: write_tile<T, Store::kWrite>(d, out, index, nullptr, row0, end, t.column, w.h); break;
+        case Store::kAdd: write_tile<T, Store::kAdd>(d, out, index, nullptr, row0, end, t.column, w.h); break;
+        default: write_tile<T, Store::kRounded>(d, out, index, sums, row0, end, t.column, w.h);
       }
     }
   }

@@ -33,8 +33,9 @@ struct GemmWork {
   CUtensorMap gathered;       ///< the compacted copy, used when not all rows are active
   const std::int64_t* count;  ///< rows of the chunk, on the device
   const int* compacted;       ///< on the device: 1 when `gathered` holds the rows
-  const std::int32_t* index;  ///< output row of each row of the chunk; nullptr: the row itself
+  const std::int32_t* index;  ///< row of dx of each row of the chunk; nullptr: the row itself
   GemmOutput dx, dw;          ///< dw from the chunk's first column on
+  GemmOutput rounded;         ///< the last chunk of columns: where dX goes, rounded, with what dx holds; else no data
   int* ticket;                ///< one zeroed counter of this launch: the next tile
   int max_rows;
   int h;

@@ -11,17 +11,6 @@ namespace {
 
 constexpr int kBlock = 256;
 
-__global__ void split_count_kernel(const std::int64_t* active, std::int64_t n, ChunkCounts c) {
-  const std::int64_t total = *active;
-  const bool compacted = c.gathereds > 0 && (total < n || c.wholes == 0);
-  if (threadIdx.x == 0) *c.compacted = total < n;
-  for (int i = threadIdx.x; i < c.ticket_count; i += blockDim.x) c.tickets[i] = 0;
-  for (int i = threadIdx.x; i < c.wholes; i += blockDim.x)
-    c.whole[i] = compacted ? 0 : max(std::int64_t{0}, min(c.whole_rows, total - i * c.whole_rows));
-  for (int i = threadIdx.x; i < c.gathereds; i += blockDim.x)
-    c.gathered[i] = compacted ? max(std::int64_t{0}, min(c.gathered_rows, total - i * c.gathered_rows)) : 0;
-}
-
 /// One block a row; H * 2 bytes are a multiple of 16, rows are 16-byte aligned.
 __global__ void gather_kernel(const std::uint8_t* from, std::int64_t from_bytes, int row_bytes,
                               const std::int32_t* index, const std::int64_t* count, const int* compacted,
@@ -52,9 +41,10 @@ __device__ std::int64_t find_row(const std::int32_t* index, std::int64_t count, 
 
 template <class T>
 __global__ void finish_hidden_kernel(const float* sums, const std::int32_t* index, const std::int64_t* active,
-                                     std::int64_t begin, std::int64_t rows, bool clear, T* out, std::int64_t n,
-                                     std::int64_t h, std::int64_t stride) {
+                                     std::int64_t begin, std::int64_t rows, bool clear, bool written, T* out,
+                                     std::int64_t n, std::int64_t h, std::int64_t stride) {
   const std::int64_t count = *active;
+  if (written && count == n) return;
   for (std::int64_t i = blockIdx.x; i < n; i += gridDim.x) {
     const std::int64_t place = count == n ? i : find_row(index, count, i);
     T* to = out + i * stride;
@@ -123,10 +113,6 @@ unsigned row_blocks(std::int64_t rows) { return grid_for(rows, 1); }
 
 }  // namespace
 
-void split_count(const std::int64_t* active, std::int64_t n, const ChunkCounts& counts, cudaStream_t stream) {
-  split_count_kernel<<<1, 128, 0, stream>>>(active, n, counts);
-}
-
 void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::int64_t* count, const int* compacted,
                  std::int64_t max_rows, void* to, std::int64_t to_stride, cudaStream_t stream) {
   gather_kernel<<<static_cast<unsigned>(std::min<std::int64_t>(max_rows, 1024)), 128, 0, stream>>>(
@@ -135,11 +121,12 @@ void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::
 }
 
 void finish_hidden(const float* sums, const std::int32_t* index, const std::int64_t* active, std::int64_t begin,
-                   std::int64_t rows, bool clear, const Matrix& out, cudaStream_t stream) {
+                   std::int64_t rows, bool clear, bool written, const Matrix& out, cudaStream_t stream) {
   with_type(out.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    finish_hidden_kernel<T><<<row_blocks(out.rows), 128, 0, stream>>>(
-        sums, index, active, begin, rows, clear, static_cast<T*>(out.data), out.rows, out.cols, out.row_stride);
+    finish_hidden_kernel<T><<<row_blocks(out.rows), 128, 0, stream>>>(sums, index, active, begin, rows, clear, written,
+                                                                      static_cast<T*>(out.data), out.rows, out.cols,
+                                                                      out.row_stride);
   });
 }
 

@@ -1,5 +1,5 @@
-// Row and column helpers around the sm90 kernels: counts of a chunk, gathering active rows, finishing the
-// gradients. Memory-bound, a few per mille of a call.
+// Row and column helpers around the sm90 kernels: gathering active rows, finishing the gradients. Memory-bound, a few
+// per mille of a call.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,24 +10,6 @@
 
 namespace lmhead::cuda::sm90 {
 
-/// Rows whose bookkeeping (terms, list) is held at a time: 10 MiB.
-inline constexpr std::int64_t kRangeRows = std::int64_t{1} << 18;
-
-/// From the number of active rows to the rows of every chunk. Not all rows active: `gathered` chunks get
-/// theirs, `whole` ones 0; all active: the other way round. Either may be empty. *compacted says which.
-struct ChunkCounts {
-  std::int64_t* whole;
-  int wholes;
-  std::int64_t whole_rows;
-  std::int64_t* gathered;
-  int gathereds;
-  std::int64_t gathered_rows;
-  int* compacted;
-  int* tickets;  ///< counters of the launches to come, zeroed
-  int ticket_count;
-};
-void split_count(const std::int64_t* active, std::int64_t n, const ChunkCounts& counts, cudaStream_t stream);
-
 /// to[i] = from[index[i]] for i < *count, zeros up to the next multiple of kTileRows; H values of 16 bits a
 /// row. Nothing unless *compacted.
 void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::int64_t* count, const int* compacted,
@@ -35,8 +17,9 @@ void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::
 
 /// Rows of the hidden gradient whose place in the list of active rows lies in [begin, begin + rows): the
 /// sum rounded to the output's type (sums == nullptr: left alone). `clear`: the rows outside the list become 0.
+/// `written`: nothing to do when all rows are active, the gradient products have rounded the sums.
 void finish_hidden(const float* sums, const std::int32_t* index, const std::int64_t* active, std::int64_t begin,
-                   std::int64_t rows, bool clear, const Matrix& out, cudaStream_t stream);
+                   std::int64_t rows, bool clear, bool written, const Matrix& out, cudaStream_t stream);
 
 /// out = sums rounded to the output's type; sums [rows, H] contiguous.
 void finish_weight(const float* sums, std::int64_t rows, const Matrix& out, cudaStream_t stream);

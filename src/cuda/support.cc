@@ -98,7 +98,7 @@ Status check_support_values(const ResolvedSupport& r, const Execution& e) {
   auto* found = static_cast<unsigned long long*>(workspace.take_bytes(static_cast<std::int64_t>(kCheckBytes)));
   auto* terms = workspace.take<RowTerms>(r.head.n);
   const cudaStream_t stream = stream_of(e);
-  prepare_rows(row_inputs(r.head, 0, r.head.n), r.head.n, false, {}, terms, stream);
+  prepare_rows(row_inputs(r.head, 0, r.head.n), r.head.n, false, terms, stream);
   LMHEAD_RETURN_IF_ERROR(support_find_bad(arguments(r, terms), found, stream));
   unsigned long long at = 0;
   LMHEAD_RETURN_IF_ERROR(
@@ -121,7 +121,7 @@ Status forward_partial(const ResolvedSupport& r, const Matrix& state, const Exec
   const bool whole = e.workspace != nullptr && state.data == e.workspace;
   const Result<Pieces> pieces = carve(e.workspace, r, whole ? Operation::kForward : Operation::kForwardPartial, {});
   if (!pieces.ok()) return pieces.status();
-  prepare_rows(row_inputs(r.head, 0, r.head.n), r.head.n, false, {}, pieces->terms, stream_of(e));
+  prepare_rows(row_inputs(r.head, 0, r.head.n), r.head.n, false, pieces->terms, stream_of(e));
   return support_states(arguments(r, pieces->terms), static_cast<SoftmaxState*>(state.data), stream_of(e));
 }
 
@@ -136,7 +136,7 @@ Status backward(const ResolvedSupport& r, const BackwardInputs& in, const Backwa
   if (!pieces.ok()) return pieces.status();
   const SupportArgs args = arguments(r, pieces->terms);
   if (r.head.n > 0) {
-    prepare_rows(row_inputs(r.head, 0, r.head.n, in), r.head.n, true, {}, pieces->terms, stream_of(e));
+    prepare_rows(row_inputs(r.head, 0, r.head.n, in), r.head.n, true, pieces->terms, stream_of(e));
     LMHEAD_RETURN_IF_ERROR(support_rows_backward(args, pieces->dl, out.hidden, out.accumulate_hidden, stream_of(e)));
   }
   if (out.weight.absent() && out.bias.absent()) return {};
@@ -148,7 +148,7 @@ Status selected_logits(const ResolvedSupport& r, const Matrix& logits, const Exe
   if (r.head.n == 0 || r.k == 0) return {};
   const Result<Pieces> pieces = carve(e.workspace, r, Operation::kForwardPartial, {});
   if (!pieces.ok()) return pieces.status();
-  prepare_rows(row_inputs(r.head, 0, r.head.n), r.head.n, false, {}, pieces->terms, stream_of(e));
+  prepare_rows(row_inputs(r.head, 0, r.head.n), r.head.n, false, pieces->terms, stream_of(e));
   return selected_states(arguments(r, pieces->terms), logits, stream_of(e));
 }
 
