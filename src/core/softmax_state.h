@@ -33,6 +33,12 @@ LMHEAD_HD SoftmaxStateT<T> empty_state() {
   return {-std::numeric_limits<T>::infinity(), T(0), T(0), std::numeric_limits<T>::infinity()};
 }
 
+/// A state in other precision, each number rounded.
+template <class To, class From>
+LMHEAD_HD SoftmaxStateT<To> state_as(const SoftmaxStateT<From>& s) {
+  return {static_cast<To>(s.max), static_cast<To>(s.sum), static_cast<To>(s.weighted), static_cast<To>(s.target)};
+}
+
 /// The same set seen from another reference point m >= nothing in particular (used to round max).
 /// A factor 2^d that underflows drops the side: 0 * -inf would be NaN.
 template <class T>

@@ -49,14 +49,14 @@ void for_each_segment(VocabularyOrder order, std::int64_t begin, std::int64_t en
 }
 
 /// Pairwise tree over `count` >= 1 states `stride` apart: the left subtree holds the largest power of
-/// two below count. Octants use it inside a rank, combine() over ranks.
-template <class T>
-LMHEAD_HD SoftmaxStateT<T> merge_tree(const SoftmaxStateT<T>* states, std::int64_t count, std::int64_t stride = 1) {
+/// two below count. Octants use it inside a rank, combine() over ranks. T: the type it merges in.
+template <class From, class T = From>
+LMHEAD_HD SoftmaxStateT<T> merge_tree(const SoftmaxStateT<From>* states, std::int64_t count, std::int64_t stride = 1) {
   // Binary counter: level k holds a finished subtree of 2^k leaves. 64 levels cover any count.
   SoftmaxStateT<T> level[40];
   std::uint64_t held = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    SoftmaxStateT<T> s = states[i * stride];
+    SoftmaxStateT<T> s = state_as<T>(states[i * stride]);
     int k = 0;
     for (; held >> k & 1; ++k) s = merge(level[k], s);
     level[k] = s;

@@ -52,14 +52,17 @@ __global__ void gather_kernel(const In* in, std::int64_t in_stride, Out* out, st
 
 template <class Out>
 __global__ void store_kernel(const float* in, std::int64_t rows, Out* out, std::int64_t out_stride, std::int64_t cols,
-                             const RowTerms* terms, RowList list) {
+                             const RowTerms* terms, RowList list, bool accumulate) {
   for_each_row(rows, [&](std::int64_t i) {
     if (!listed(list, i)) return;
     Out* to = out + row_of(list, i) * out_stride;
     const float* from = in + i * cols;
     const bool active = terms == nullptr || terms[i].active != 0;
 #pragma unroll 4
-    for (std::int64_t j = threadIdx.x; j < cols; j += blockDim.x) to[j] = from_float<Out>(active ? from[j] : 0.0f);
+    for (std::int64_t j = threadIdx.x; j < cols; j += blockDim.x) {
+      const float value = active ? from[j] : 0.0f;
+      to[j] = from_float<Out>(accumulate ? value + to_float(to[j]) : value);
+    }
   });
 }
 
@@ -114,13 +117,13 @@ void gather_rows(const ConstMatrix& in, const Matrix& out, const RowTerms* terms
 }
 
 void store_rows(const float* in, std::int64_t n, const Matrix& out, const RowTerms* terms, const RowList& list,
-                cudaStream_t stream) {
+                cudaStream_t stream, bool accumulate) {
   if (n == 0 || out.cols == 0) return;
   const RowShape shape = shape_for(n, out.cols);
   with_type(out.dtype, [&](auto* type) {
     using Out = std::remove_pointer_t<decltype(type)>;
     store_kernel<<<shape.grid, shape.block, 0, stream>>>(in, n, static_cast<Out*>(out.data), out.row_stride, out.cols,
-                                                         terms, list);
+                                                         terms, list, accumulate);
   });
 }
 

@@ -14,10 +14,10 @@ namespace lmhead::cuda {
 void gather_rows(const ConstMatrix& in, const Matrix& out, const RowTerms* terms, const RowList& list,
                  cudaStream_t stream);
 
-/// out[row i of the list] = in[i], or 0 where terms[i] is inactive, rounded once to out's dtype.
-/// Every row of `in` [n, out.cols] is fp32 and contiguous.
+/// out[row i of the list] = in[i], or 0 where terms[i] is inactive, rounded once to out's dtype; with `accumulate`
+/// it is added to what out holds. Every row of `in` [n, out.cols] is fp32 and contiguous.
 void store_rows(const float* in, std::int64_t n, const Matrix& out, const RowTerms* terms, const RowList& list,
-                cudaStream_t stream);
+                cudaStream_t stream, bool accumulate = false);
 
 /// out += in; both fp32, `in` [out.rows, out.cols] contiguous.
 void add_rows(const float* in, const Matrix& out, cudaStream_t stream);

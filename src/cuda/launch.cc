@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -144,6 +145,11 @@ Status make_layout(cublasLtMatrixLayout_t* layout, DType dtype, std::int64_t row
                    "cublasLtMatrixLayoutCreate");
 }
 
+/// A single row may come with any stride, also 0 or one that cuBLASLt cannot step by.
+std::int64_t leading(std::int64_t rows, std::int64_t width, std::int64_t stride) {
+  return rows == 1 && stride > std::numeric_limits<std::int32_t>::max() ? width : std::max(stride, width);
+}
+
 Status choose_algorithm(cublasLtHandle_t handle, const Product& p, const Descriptors& d,
                         const std::array<std::uint32_t, 3>& align, cublasLtMatmulAlgo_t* algorithm) {
   cublasLtMatmulHeuristicResult_t result{};
@@ -228,9 +234,8 @@ Status multiply(const Product& p, cudaStream_t stream) {
   const cublasOperation_t op_second = p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
   const std::int64_t b_rows = p.transpose_b ? p.k : p.n, b_cols = p.transpose_b ? p.n : p.k;
   const std::int64_t a_rows = p.transpose_a ? p.m : p.k, a_cols = p.transpose_a ? p.k : p.m;
-  // A single row may come with any stride.
-  const std::int64_t ldb = std::max(p.b.row_stride, b_rows), lda = std::max(p.a.row_stride, a_rows);
-  const std::int64_t ldo = std::max(p.out_stride, p.n);
+  const std::int64_t ldb = leading(b_cols, b_rows, p.b.row_stride), lda = leading(a_cols, a_rows, p.a.row_stride);
+  const std::int64_t ldo = leading(p.m, p.n, p.out_stride);
   const bool tf32 = p.allow_tf32 && p.in == DType::kFloat32;
 
   Descriptors d;

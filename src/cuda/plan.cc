@@ -21,9 +21,18 @@ constexpr std::int64_t kMaxSide = std::int64_t{1} << 30;
 
 bool wants(const Matrix& m) { return !m.absent(); }
 
+/// cuBLASLt has no algorithm for some strides of 2^31 elements; rows so far apart are copied to packed tiles.
+constexpr std::int64_t kMaxStrideBytes = (std::int64_t{1} << 31) - 1;
+template <class AnyMatrix>
+bool is_far(const AnyMatrix& m) {
+  return m.rows > 1 && m.row_stride > kMaxStrideBytes / static_cast<std::int64_t>(size_of(m.dtype));
+}
+
 /// A 16-bit gradient is written by the product itself only if it is finished in one product.
 bool needs_sums(const Matrix& gradient, DType compute, bool finished_at_once) {
-  return wants(gradient) && gradient.dtype != DType::kFloat32 && !(finished_at_once && gradient.dtype == compute);
+  if (!wants(gradient)) return false;
+  if (is_far(gradient)) return true;
+  return gradient.dtype != DType::kFloat32 && !(finished_at_once && gradient.dtype == compute);
 }
 
 std::int64_t segments_in(const ResolvedProblem& r, std::int64_t columns) {
@@ -44,8 +53,8 @@ Plan shape(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size
   plan.blas_bytes = std::min({kMaxBlasBytes, budget / 8 / kWorkspaceAlignment * kWorkspaceAlignment,
                               static_cast<std::size_t>(round_up(largest * 4 * kBlasSplits, kWorkspaceAlignment))});
   plan.products_stride = round_up(columns, 8);
-  plan.convert_weight = r.given.weight.dtype != r.compute;
-  plan.copy_hidden = r.given.hidden.dtype != r.compute;
+  plan.copy_weight = r.given.weight.dtype != r.compute || is_far(r.given.weight);
+  plan.copy_hidden = r.given.hidden.dtype != r.compute || is_far(r.given.hidden);
   if (gradients == nullptr) {
     plan.segments = segments_in(r, columns);
   } else {
@@ -122,10 +131,12 @@ Tiles lay_out(const ResolvedProblem& r, const BackwardOutputs* gradients, const 
   t.products = workspace.take<float>(plan.rows * plan.products_stride);
   t.terms = workspace.take<RowTerms>(plan.rows);
   if (plan.copy_hidden) t.hidden = workspace.take_bytes(plan.rows * width * element);
-  if (plan.convert_weight) t.weight = workspace.take_bytes(plan.columns * width * element);
+  if (plan.copy_weight) t.weight = workspace.take_bytes(plan.columns * width * element);
   if (gradients == nullptr) {
-    t.partial = workspace.take<SoftmaxState>(plan.segments * plan.rows);
-    t.carry = workspace.take<SoftmaxState>(kOctants * plan.rows);
+    const std::int64_t state =
+        static_cast<std::int64_t>(r.compute == DType::kFloat32 ? sizeof(SoftmaxStateT<double>) : sizeof(SoftmaxState));
+    t.partial = workspace.take_bytes(plan.segments * plan.rows * state);
+    t.carry = workspace.take_bytes(kOctants * plan.rows * state);
   } else if (!gradients->bias.absent()) {
     t.bias_sums = workspace.take<float>(r.v_valid);
     t.bias_partial = workspace.take<float>(column_slices(plan.rows) * plan.columns);

@@ -50,7 +50,7 @@ class Tiling {
   void prepare_columns(std::int64_t begin, std::int64_t end) {
     const ConstMatrix rows = row_slice(r_.given.weight, begin, end - begin);
     weight_ = {rows.data, rows.row_stride};
-    if (plan_.convert_weight) {
+    if (plan_.copy_weight) {
       const std::int64_t width = padded_width(r_.h);
       gather_rows(rows, {tiles_.weight, end - begin, r_.h, width, r_.compute}, nullptr, {}, stream_);
       weight_ = {tiles_.weight, width};
@@ -134,8 +134,10 @@ class Tiling {
 };
 
 /// States or results of all rows. `outputs_of(begin, count)` says where those of a row chunk go.
-template <class OutputsOf>
-Status run_forward(const ResolvedProblem& r, const Execution& e, OutputsOf&& outputs_of) {
+/// Real: type of exponentials, sums and merges. Double for fp32 inputs, where an exp that errs by a few units the
+/// same way in every column of a flat row would show in lse, and so in every gradient.
+template <class Real, class OutputsOf>
+Status run_forward_in(const ResolvedProblem& r, const Execution& e, OutputsOf&& outputs_of) {
   if (r.n == 0) return {};
   LMHEAD_RETURN_IF_ERROR(check_device_pointers(r, e));
   const Result<Plan> plan = make_plan(r, nullptr, e);
@@ -145,6 +147,7 @@ Status run_forward(const ResolvedProblem& r, const Execution& e, OutputsOf&& out
   const cudaStream_t stream = stream_of(e);
   const std::int64_t start = r.given.vocab_start;
   const SegmentGrid shard = SegmentGrid::of(r.order(), start, start + r.v_valid);
+  auto* const partial = static_cast<SoftmaxStateT<Real>*>(tiles.partial);
   Tiling tiling(r, *plan, tiles, e);
 
   for (std::int64_t row = 0; row < r.n; row += plan->rows) {
@@ -158,15 +161,21 @@ Status run_forward(const ResolvedProblem& r, const Execution& e, OutputsOf&& out
       if (chunk.begin < chunk.end) {
         tiling.prepare_columns(chunk.begin - start, chunk.end - start);
         LMHEAD_RETURN_IF_ERROR(tiling.products());
-        segment_states(tiling.logits(), chunk, start, tiles.terms, tiles.partial, stream);
+        segment_states(tiling.logits(), chunk, start, tiles.terms, partial, stream);
       }
-      fold_segments(
-          {tiles.partial, count, chunk, tiles.carry, plan->rows, begin == shard.begin, chunk.end == shard.end},
-          row_inputs(r, row, count), count, {}, outputs_of(row, count), stream);
+      fold_segments<Real>({partial, count, chunk, static_cast<SoftmaxStateT<Real>*>(tiles.carry), plan->rows,
+                           begin == shard.begin, chunk.end == shard.end},
+                          row_inputs(r, row, count), count, {}, outputs_of(row, count), stream);
       begin = chunk.end;
     } while (begin < shard.end);
   }
   return last_launch("cuda_portable forward");
+}
+
+template <class OutputsOf>
+Status run_forward(const ResolvedProblem& r, const Execution& e, OutputsOf&& outputs_of) {
+  return r.compute == DType::kFloat32 ? run_forward_in<double>(r, e, outputs_of)
+                                      : run_forward_in<float>(r, e, outputs_of);
 }
 
 Status forward_partial(const ResolvedProblem& r, const Matrix& state, const Execution& e) {
@@ -235,7 +244,7 @@ class Backward {
     if (plan_.hidden_accumulator) {
       float* sums = tiles_.hidden_sums + (plan_.vocabulary_outside ? row * r_.h : 0);
       LMHEAD_RETURN_IF_ERROR(tiling_.hidden_gradient({sums, rows, r_.h, r_.h, DType::kFloat32}, column > 0));
-      if (last) store_rows(sums, rows, target, tiles_.terms, {}, stream_);
+      if (last) store_rows(sums, rows, target, tiles_.terms, {}, stream_, out_.accumulate_hidden);
       return {};
     }
     LMHEAD_RETURN_IF_ERROR(tiling_.hidden_gradient(target, column > 0 || out_.accumulate_hidden));
@@ -249,7 +258,7 @@ class Backward {
     if (plan_.weight_accumulator) {
       float* sums = tiles_.weight_sums + (plan_.vocabulary_outside ? 0 : column * r_.h);
       LMHEAD_RETURN_IF_ERROR(tiling_.weight_gradient({sums, columns, r_.h, r_.h, DType::kFloat32}, row > 0));
-      if (row + rows == r_.n) store_rows(sums, columns, target, nullptr, {}, stream_);
+      if (row + rows == r_.n) store_rows(sums, columns, target, nullptr, {}, stream_, out_.accumulate_weight);
       return {};
     }
     return tiling_.weight_gradient(target, row > 0 || out_.accumulate_weight);

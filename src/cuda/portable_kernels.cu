@@ -13,18 +13,31 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kPerLane = static_cast<int>(kSegmentColumns) / kWarp;
 
-/// softcap * tanh(r / softcap), and tanh itself, which the backward needs. r = scale * (product + bias).
+/// A finished logit, and 1 - tanh^2 of its softcap. r = scale * (product + bias), z = softcap * tanh(r / softcap) / T.
+/// z is rounded to fp32 in the forward and in the backward alike: lse is that of rounded logits, and a backward
+/// that knew more digits would find p = e^(z - lse) of a dominant column off by half a spacing of z.
 template <class Real>
-struct Capped {
-  Real value, tanh;
+struct Logit {
+  float z;
+  Real slope;
 };
 template <class Real>
-__device__ __forceinline__ Capped<Real> cap_logit(const LogitTile& tile, Real product, std::int64_t column) {
-  if (tile.bias.data != nullptr) product += Real(load_float(tile.bias, column));
-  const Real raw = Real(tile.scale) * product;
-  if (tile.softcap == 0.0f) return {raw, Real(0)};
-  const Real t = std::tanh(raw / Real(tile.softcap));
-  return {Real(tile.softcap) * t, t};
+__device__ __forceinline__ Logit<Real> finish_logit(const LogitTile& tile, float product, std::int64_t column,
+                                                    float inverse_temperature) {
+  Real raw = product;
+  if (tile.bias.data != nullptr) raw += Real(load_float(tile.bias, column));
+  raw *= Real(tile.scale);
+  Real slope(1);
+  if (tile.softcap != 0.0f) {
+    const Real t = std::tanh(raw / Real(tile.softcap));
+    raw = Real(tile.softcap) * t;
+    slope -= t * t;
+  }
+  if constexpr (std::is_same_v<Real, float>) {
+    return {__fmul_rn(raw, inverse_temperature), slope};  // never part of an fma, which would not round it
+  } else {
+    return {static_cast<float>(raw * Real(inverse_temperature)), slope};
+  }
 }
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -35,16 +48,17 @@ __device__ __forceinline__ float warp_min(float x) {
   for (int d = kWarp / 2; d > 0; d /= 2) x = fminf(x, __shfl_xor_sync(kAllLanes, x, d));
   return x;
 }
-__device__ __forceinline__ float warp_sum(float x) {
+template <class Real>
+__device__ __forceinline__ Real warp_sum(Real x) {
   for (int d = kWarp / 2; d > 0; d /= 2) x += __shfl_xor_sync(kAllLanes, x, d);
   return x;
 }
 
 /// State of columns [begin, end) of the shard, at most kSegmentColumns, by one warp. kVector: 16-byte loads,
-/// for segments that start on a multiple of four in the tile.
-template <bool kVector>
-__device__ SoftmaxState warp_state(const LogitTile& tile, const float* row, std::int64_t begin, std::int64_t end,
-                                   const RowTerms& terms, int lane) {
+/// for segments that start on a multiple of four in the tile. Real: type of the exponentials and their sums.
+template <class Real, bool kVector>
+__device__ SoftmaxStateT<Real> warp_state(const LogitTile& tile, const float* row, std::int64_t begin, std::int64_t end,
+                                          const RowTerms& terms, int lane) {
   float z[kPerLane];
   const float* from = row + (begin - tile.begin);
   const int columns = static_cast<int>(end - begin);
@@ -70,7 +84,7 @@ __device__ SoftmaxState warp_state(const LogitTile& tile, const float* row, std:
   for (int k = 0; k < kPerLane; ++k) {
     const int column = column_of(k);
     if (column < columns) {
-      z[k] = cap_logit<float>(tile, z[k], begin + column).value * terms.inverse_temperature;
+      z[k] = finish_logit<Real>(tile, z[k], begin + column, terms.inverse_temperature).z;
       if (begin + column == terms.target) target = z[k];
     } else {
       z[k] = -INFINITY;
@@ -80,19 +94,20 @@ __device__ SoftmaxState warp_state(const LogitTile& tile, const float* row, std:
   max = warp_max(max);
   // Nothing but -inf (or NaN) here: any finite reference point gives 2^-inf = 0 without inf - inf.
   const float base = max == -INFINITY ? 0.0f : max;
-  float sum = 0.0f, weighted = 0.0f;
+  Real sum(0), weighted(0);
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) {
-    const float u = (z[k] - base) * kLog2E<float>, e = exp2f(u);
+    const Real u = (Real(z[k]) - Real(base)) * kLog2E<Real>, e = std::exp2(u);
     sum += e;
-    weighted += e == 0.0f ? 0.0f : e * u;
+    weighted += e == Real(0) ? Real(0) : e * u;
   }
-  return {max, warp_sum(sum), warp_sum(weighted), warp_min(target)};
+  return {Real(max), warp_sum(sum), warp_sum(weighted), Real(warp_min(target))};
 }
 
+template <class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     segment_states_kernel(LogitTile tile, SegmentGrid grid, std::int64_t vocab_start, const RowTerms* terms,
-                          SoftmaxState* partial) {
+                          SoftmaxStateT<Real>* partial) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   constexpr int kWarps = kThreads / kWarp;
   const std::int64_t segments = grid.count(), items = tile.rows * segments;
@@ -104,8 +119,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     const std::int64_t begin = max(grid.begin, grid.origin(id)) - vocab_start;
     const std::int64_t end = min(grid.end, grid.limit(id)) - vocab_start;
     const float* products = tile.products + i * tile.stride;
-    const SoftmaxState state = (begin - tile.begin) % 4 == 0 ? warp_state<true>(tile, products, begin, end, row, lane)
-                                                             : warp_state<false>(tile, products, begin, end, row, lane);
+    const SoftmaxStateT<Real> state = (begin - tile.begin) % 4 == 0
+                                          ? warp_state<Real, true>(tile, products, begin, end, row, lane)
+                                          : warp_state<Real, false>(tile, products, begin, end, row, lane);
     if (lane == 0) partial[s * tile.rows + i] = state;
   }
 }
@@ -117,13 +133,13 @@ template <class T, bool kEntropy>
 __device__ __forceinline__ T logit_gradient(const LogitTile& tile, float product, std::int64_t column,
                                             const RowTerms& row) {
   using Real = std::conditional_t<std::is_same_v<T, float>, double, float>;
-  const Capped<Real> capped = cap_logit<Real>(tile, product, column);
-  const Real a = row.a, log_p = capped.value * Real(row.inverse_temperature) - Real(row.lse);
+  const Logit<Real> logit = finish_logit<Real>(tile, product, column, row.inverse_temperature);
+  const Real a = row.a, log_p = Real(logit.z) - Real(row.lse);
   const Real p = std::exp2(log_p * kLog2E<Real>);
   // 1 - p by expm1: at p -> 1 the difference of two rounded numbers would keep no digit.
   Real dz = column == row.target ? -a * std::expm1(log_p) : -a * p;
   if constexpr (kEntropy) dz -= p == Real(0) ? Real(0) : Real(row.g) * p * (log_p + Real(row.entropy));
-  dz *= Real(tile.scale) * Real(row.inverse_temperature) * (Real(1) - capped.tanh * capped.tanh);
+  dz *= Real(tile.scale) * Real(row.inverse_temperature) * logit.slope;
   return from_float<T>(static_cast<float>(dz));
 }
 
@@ -193,13 +209,18 @@ __global__ void add_slices_kernel(const float* partial, std::int64_t columns, st
 
 }  // namespace
 
+template <class Real>
 void segment_states(const LogitTile& tile, const SegmentGrid& grid, std::int64_t vocab_start, const RowTerms* terms,
-                    SoftmaxState* partial, cudaStream_t stream) {
+                    SoftmaxStateT<Real>* partial, cudaStream_t stream) {
   const std::int64_t items = tile.rows * grid.count();
   if (items == 0) return;
   segment_states_kernel<<<grid_for(items, kThreads / kWarp), kThreads, 0, stream>>>(tile, grid, vocab_start, terms,
                                                                                     partial);
 }
+template void segment_states<float>(const LogitTile&, const SegmentGrid&, std::int64_t, const RowTerms*, SoftmaxState*,
+                                    cudaStream_t);
+template void segment_states<double>(const LogitTile&, const SegmentGrid&, std::int64_t, const RowTerms*,
+                                     SoftmaxStateT<double>*, cudaStream_t);
 
 void logit_gradients(const LogitTile& tile, DType dtype, bool entropy, const RowTerms* terms, cudaStream_t stream) {
   if (tile.rows == 0 || tile.begin == tile.end) return;

@@ -22,8 +22,10 @@ struct LogitTile {
 
 /// State of each (row, canonical segment) of the tile, one warp each:
 /// partial[s * tile.rows + i] for segment grid.first() + s. Inactive rows are skipped.
+/// Real is float or double, the type of bias, scale, softcap, exponentials and sums; logits are fp32 either way.
+template <class Real>
 void segment_states(const LogitTile& tile, const SegmentGrid& grid, std::int64_t vocab_start, const RowTerms* terms,
-                    SoftmaxState* partial, cudaStream_t stream);
+                    SoftmaxStateT<Real>* partial, cudaStream_t stream);
 
 /// Replaces the products of each row by dl rounded once to `dtype`, in place: row i then starts at the same
 /// address and holds end - begin elements of dtype. Inactive rows become zero.

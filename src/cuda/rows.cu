@@ -40,13 +40,22 @@ __global__ void prepare_kernel(RowInputs rows, std::int64_t n, bool backward, Ro
     terms[i] = takes_part(rows, i, backward) ? row_terms(rows, i, backward) : kNoTerms;
 }
 
-__device__ __forceinline__ SoftmaxState shuffle_down(unsigned mask, const SoftmaxState& s, int delta) {
+template <class Real>
+__device__ __forceinline__ SoftmaxStateT<Real> shuffle_down(unsigned mask, const SoftmaxStateT<Real>& s, int delta) {
   return {__shfl_down_sync(mask, s.max, delta, kLanesPerRow), __shfl_down_sync(mask, s.sum, delta, kLanesPerRow),
           __shfl_down_sync(mask, s.weighted, delta, kLanesPerRow),
           __shfl_down_sync(mask, s.target, delta, kLanesPerRow)};
 }
 
-__global__ void fold_kernel(FoldChunk chunk, RowInputs rows, std::int64_t n, RowList list, RowOutputs out) {
+/// The row's results, each rounded to fp32 once.
+template <class Real>
+__device__ __forceinline__ RowResult<float> results_of(const SoftmaxStateT<Real>& s, bool in_vocab) {
+  const RowResult<Real> r = finish(s, in_vocab);
+  return {static_cast<float>(r.logprob), static_cast<float>(r.entropy), static_cast<float>(r.lse)};
+}
+
+template <class Real>
+__global__ void fold_kernel(FoldChunk<Real> chunk, RowInputs rows, std::int64_t n, RowList list, RowOutputs out) {
   const std::int64_t count = list.count != nullptr ? *list.count : n;
   const int octant = static_cast<int>(threadIdx.x) % kLanesPerRow;
   constexpr int kRows = kThreads / kLanesPerRow;
@@ -55,7 +64,7 @@ __global__ void fold_kernel(FoldChunk chunk, RowInputs rows, std::int64_t n, Row
     // All lanes of a row agree, but rows of one warp may not: the shuffles below name the row's lanes only.
     if (i >= n || (i >= count && list.index != nullptr)) continue;
     const std::int64_t row = list.index != nullptr ? list.index[i] : i;
-    SoftmaxState state = empty_state();
+    SoftmaxStateT<Real> state = empty_state<Real>();
     const bool active = is_active(rows, row);
     if (active) {
       if (!chunk.first) state = chunk.carry[octant * chunk.carry_stride + i];
@@ -77,18 +86,20 @@ __global__ void fold_kernel(FoldChunk chunk, RowInputs rows, std::int64_t n, Row
     const unsigned lanes = 0xffu << (threadIdx.x % 32u / kLanesPerRow * kLanesPerRow);
     for (int delta = 1; delta < kLanesPerRow; delta *= 2) state = merge(state, shuffle_down(lanes, state, delta));
     if (octant != 0) continue;
-    if (out.state != nullptr) out.state[row] = state;
-    if (out.target != nullptr) out.target[row] = state.target;
-    write_row(out, row, active ? finish(state, target_in_vocab(rows, row)) : RowResult<float>{0.0f, 0.0f, 0.0f});
+    if (out.state != nullptr) out.state[row] = state_as<float>(state);
+    if (out.target != nullptr) out.target[row] = static_cast<float>(state.target);
+    write_row(out, row, active ? results_of(state, target_in_vocab(rows, row)) : RowResult<float>{0.0f, 0.0f, 0.0f});
   }
 }
 
+template <class Real>
 __global__ void combine_kernel(const SoftmaxState* states, std::int64_t shards, RowInputs rows, std::int64_t n,
                                RowOutputs out) {
   for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < n;
        i += std::int64_t{gridDim.x} * kThreads) {
     RowResult<float> result{0.0f, 0.0f, 0.0f};
-    if (is_active(rows, i)) result = finish(merge_tree(states + i, shards, n), target_in_vocab(rows, i));
+    if (is_active(rows, i))
+      result = results_of(merge_tree<float, Real>(states + i, shards, n), target_in_vocab(rows, i));
     write_row(out, i, result);
   }
 }
@@ -158,16 +169,22 @@ void prepare_rows(const RowInputs& rows, std::int64_t n, bool backward, RowTerms
   if (n > 0) prepare_kernel<<<grid_for(n, kThreads), kThreads, 0, stream>>>(rows, n, backward, terms);
 }
 
-void fold_segments(const FoldChunk& chunk, const RowInputs& rows, std::int64_t n, const RowList& list,
+template <class Real>
+void fold_segments(const FoldChunk<Real>& chunk, const RowInputs& rows, std::int64_t n, const RowList& list,
                    const RowOutputs& outputs, cudaStream_t stream) {
   if (n > 0) fold_kernel<<<grid_for(n, kThreads / kLanesPerRow), kThreads, 0, stream>>>(chunk, rows, n, list, outputs);
 }
+template void fold_segments<float>(const FoldChunk<float>&, const RowInputs&, std::int64_t, const RowList&,
+                                   const RowOutputs&, cudaStream_t);
+template void fold_segments<double>(const FoldChunk<double>&, const RowInputs&, std::int64_t, const RowList&,
+                                    const RowOutputs&, cudaStream_t);
 
 Status combine(const ResolvedProblem& r, const ConstMatrix& states, const ForwardOutputs& outputs, const Execution& e) {
   if (r.n == 0) return {};
-  combine_kernel<<<grid_for(r.n, kThreads), kThreads, 0, stream_of(e)>>>(static_cast<const SoftmaxState*>(states.data),
-                                                                         states.rows / r.n, row_inputs(r, 0, r.n), r.n,
-                                                                         row_outputs(outputs, 0, r.n));
+  const auto kernel = r.compute == DType::kFloat32 ? combine_kernel<double> : combine_kernel<float>;
+  kernel<<<grid_for(r.n, kThreads), kThreads, 0, stream_of(e)>>>(static_cast<const SoftmaxState*>(states.data),
+                                                                 states.rows / r.n, row_inputs(r, 0, r.n), r.n,
+                                                                 row_outputs(outputs, 0, r.n));
   return last_launch("combine");
 }
 

@@ -58,23 +58,26 @@ struct RowOutputs {
 RowOutputs row_outputs(const ForwardOutputs& outputs, std::int64_t begin, std::int64_t count);
 
 /// One chunk of segment states to fold: state of segment grid.first() + s and work row i at
-/// partial[s * partial_stride + i].
+/// partial[s * partial_stride + i]. Real: float, or double for problems that compute in fp32.
+template <class Real>
 struct FoldChunk {
-  const SoftmaxState* partial;
+  const SoftmaxStateT<Real>* partial;
   std::int64_t partial_stride;
   SegmentGrid grid;
   /// Octant states [8, carry_stride] between chunks; may be null when the only chunk is first and last.
-  SoftmaxState* carry;
+  SoftmaxStateT<Real>* carry;
   std::int64_t carry_stride;
   bool first, last;
 };
 /// Folds the chunk's segments in canonical order; after the last chunk merges the octants as a tree and
 /// writes the results of the rows of the work. Inactive rows get zeros (the empty state). With a list the
 /// rows outside it are not touched.
-void fold_segments(const FoldChunk& chunk, const RowInputs& rows, std::int64_t n, const RowList& list,
+template <class Real>
+void fold_segments(const FoldChunk<Real>& chunk, const RowInputs& rows, std::int64_t n, const RowList& list,
                    const RowOutputs& outputs, cudaStream_t stream);
 
-/// combine() of the public interface: merge_tree over the states of all shards.
+/// combine() of the public interface: merge_tree over the states of all shards, in double for problems that
+/// compute in fp32 (no rounding but that of the shards' states), else in float as inside a shard.
 Status combine(const ResolvedProblem& r, const ConstMatrix& states, const ForwardOutputs& outputs, const Execution& e);
 
 /// Checked mode: reads ids and temperatures on the device, waits, and reports the first bad one with the

@@ -224,7 +224,7 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
       LMHEAD_RETURN_IF_ERROR(
           launch_forward(work, r.compute, r.given.entropy != EntropyMode::kOff, multiprocessors, stream));
     const RowList list = listed ? RowList{l.common.index + first, count} : RowList{};
-    fold_segments({work.partial, rows, l.grid, nullptr, 0, true, true}, inputs, rows, list, outputs, stream);
+    fold_segments<float>({work.partial, rows, l.grid, nullptr, 0, true, true}, inputs, rows, list, outputs, stream);
     return {};
   };
   for (std::int64_t first = 0, k = 0; first < n; first += l.whole_rows, ++k) {
