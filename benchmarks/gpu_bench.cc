@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "core/half.h"
-#include "cuda/launch.h"
+#include "cuda/product.h"
 #include "gpu_exact.h"
 #include "gpu_memory.h"
 #include "lmhead/lmhead.h"

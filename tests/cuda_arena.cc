@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "core/half.h"
+#include "cuda/shared_library.h"
 #include "testing/arena.h"
 
 namespace lmhead::testing {
@@ -18,9 +19,29 @@ void require(cudaError_t error, const char* what) {
 }
 void require(cublasStatus_t status, const char* what) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
-  std::fprintf(stderr, "%s: %s\n", what, cublasGetStatusString(status));
+  std::fprintf(stderr, "%s: cuBLAS status %d\n", what, static_cast<int>(status));
   std::abort();
 }
+
+/// Opened by the first problem on a device: `lmhead` links this file and mostly runs without it.
+struct Cublas {
+  decltype(&::cublasCreate_v2) create = nullptr;
+  decltype(&::cublasSetMathMode) set_math_mode = nullptr;
+  /// cublasGemmEx, which its C++ header overloads.
+  cublasStatus_t (*gemm)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int, const void*, const void*,
+                         cudaDataType, int, const void*, cudaDataType, int, const void*, void*, cudaDataType, int,
+                         cublasComputeType_t, cublasGemmAlgo_t) = nullptr;
+
+  Cublas() {
+    cuda::SharedLibrary library("libcublas.so." + std::to_string(CUBLAS_VER_MAJOR));
+    library.resolve("cublasCreate_v2", &create);
+    library.resolve("cublasSetMathMode", &set_math_mode);
+    library.resolve("cublasGemmEx", &gemm);
+    if (library.ok()) return;
+    std::fprintf(stderr, "%s\n", library.error().c_str());
+    std::abort();
+  }
+};
 
 class CudaArena final : public Arena {
  public:
@@ -30,8 +51,8 @@ class CudaArena final : public Arena {
     require(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
     std::uint64_t keep = std::uint64_t{1} << 34;
     require(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
-    require(cublasCreate(&handle_), "cublasCreate");
-    require(cublasSetMathMode(handle_, CUBLAS_DEFAULT_MATH), "cublasSetMathMode");
+    require(cublas_.create(&handle_), "cublasCreate");
+    require(cublas_.set_math_mode(handle_, CUBLAS_DEFAULT_MATH), "cublasSetMathMode");
   }
 
   Device device() const override { return Device::kCuda; }
@@ -73,7 +94,7 @@ class CudaArena final : public Arena {
                                                         : CUDA_R_32F;
     const float one = 1, zero = 0;
     // Column-major: c^T [n, m] = b [n, k] a^T [k, m].
-    require(cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m),
+    require(cublas_.gemm(handle_, CUBLAS_OP_T, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m),
                          static_cast<int>(k), &one, db.data, in, static_cast<int>(k), da.data, in, static_cast<int>(k),
                          &zero, dc.data, CUDA_R_32F, static_cast<int>(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
             "cublasGemmEx");
@@ -106,6 +127,7 @@ class CudaArena final : public Arena {
     std::size_t bytes_;
   };
 
+  Cublas cublas_;
   cublasHandle_t handle_ = nullptr;
 };
 

@@ -1,11 +1,7 @@
 // Host-side utilities shared by the CUDA backends: device properties, error mapping, carving the
-// caller's workspace, cuBLASLt products, tensor maps.
-//
-// Nothing here allocates device memory or synchronises. The first product on a device creates a
-// cuBLASLt handle (which does allocate); every later call reuses it.
+// caller's workspace, tensor maps. Nothing here allocates device memory or synchronises.
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -18,7 +14,6 @@ namespace lmhead::cuda {
 
 /// kOutOfMemory for an allocation failure, kInternal for everything else; `what` names the step.
 Status to_status(cudaError_t error, const char* what);
-Status to_status(cublasStatus_t error, const char* what);
 /// Launch errors of the kernels started so far on this thread (configuration errors, not faults).
 inline Status last_launch(const char* what) { return to_status(cudaGetLastError(), what); }
 
@@ -67,31 +62,6 @@ class Workspace {
   std::byte* base_;
   std::size_t used_ = 0;
 };
-
-/// One matrix operand, row-major, columns contiguous.
-struct Operand {
-  const void* data;
-  std::int64_t row_stride;
-};
-
-/// out[m, n] = op(a) op(b) + (accumulate ? out : 0), row-major, fp32 accumulation.
-/// op(a) is [m, k]: stored [m, k], or [k, m] with transpose_a; op(b) [k, n] likewise. Sizes >= 1.
-struct Product {
-  std::int64_t m, n, k;
-  Operand a, b;
-  bool transpose_a = false, transpose_b = false;
-  DType in;  ///< type of a and b
-  void* out;
-  std::int64_t out_stride;
-  DType out_type = DType::kFloat32;  ///< kFloat32, or the type of a and b
-  bool accumulate = false;           ///< fp32 output only
-  bool allow_tf32 = false;           ///< fp32 inputs only
-  void* workspace = nullptr;         ///< 256-byte aligned scratch for cuBLASLt
-  std::size_t workspace_bytes = 0;
-};
-/// Runs the product with cuBLASLt. The algorithm is cuBLASLt's first choice for the shape, asked for once
-/// and cached, restricted to reductions whose order is fixed: equal calls give equal bits.
-Status multiply(const Product& product, cudaStream_t stream);
 
 /// Map of a row-major 2-D tensor [rows, cols] of 16-bit elements for the tensor memory accelerator;
 /// boxes of box_rows x box_cols, 128-byte swizzle, out-of-bounds elements read as zero.

@@ -6,9 +6,11 @@
 // softmax work and add exactly nothing.
 #include "core/implementation.h"
 #include "cuda/convert.h"
+#include "cuda/cublas_lt.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
 #include "cuda/portable_kernels.h"
+#include "cuda/product.h"
 #include "cuda/rows.h"
 #include "cuda/selected.h"
 
@@ -303,7 +305,7 @@ Result<WorkspaceSize> workspace_size(const ResolvedProblem& r, Operation operati
 
 Status supports(const ResolvedProblem& r, const Execution&) {
   if (r.result == DType::kFloat64) return {StatusCode::kUnsupported, "float64 runs on the reference backend only"};
-  return {};
+  return cublas_lt().status();
 }
 
 Status available() {
@@ -317,9 +319,12 @@ Status available() {
 std::string describe() {
   const Result<const DeviceProperties*> device = current_device();
   if (!device.ok()) return device.status().message();
-  const std::size_t version = cublasLtGetVersion();
-  return (*device)->name + " (sm_" + std::to_string((*device)->major) + std::to_string((*device)->minor) +
-         "), cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+  const std::string name =
+      (*device)->name + " (sm_" + std::to_string((*device)->major) + std::to_string((*device)->minor) + "), ";
+  const Result<const CublasLt*> library = cublas_lt();
+  if (!library.ok()) return name + library.status().message();
+  const std::size_t version = (*library)->cublasLtGetVersion();
+  return name + "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
 }
 

@@ -1,13 +1,12 @@
 #include "core/tune_device.h"
 
-#include <cublasLt.h>
-
 #include <fstream>
 #include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "cuda/cublas_lt.h"
 #include "cuda/launch.h"
 
 namespace lmhead::cuda {
@@ -83,9 +82,12 @@ Result<const TuningSource*> tuning_source(const char* backend) {
   const DeviceProperties& d = **device;
   const std::lock_guard lock(mutex);
   const auto [at, missing] = sources->try_emplace({backend, d.ordinal});
-  if (missing)
+  if (missing) {
+    const Result<const CublasLt*> products = cublas_lt();
     at->second = {backend, d.name + ", " + std::to_string(d.multiprocessors) + " multiprocessors", driver_version(),
-                  "cuBLASLt " + std::to_string(cublasLtGetVersion()), version()};
+                  products.ok() ? "cuBLASLt " + std::to_string((*products)->cublasLtGetVersion()) : "no cuBLASLt",
+                  version()};
+  }
   return &at->second;
 }
 
