@@ -3,9 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "core/validate.h"
+#include "cuda/cublas_lt.h"
+#include "cuda/shared_library.h"
 #include "testing/problem.h"
 
 namespace lmhead::cuda {
@@ -128,6 +132,61 @@ TEST(CudaPlan, PiecesDoNotOverlapAndAreAligned) {
   ASSERT_GE(pieces.size(), 4u);
   for (std::size_t i = 1; i < pieces.size(); ++i) EXPECT_GT(pieces[i], pieces[i - 1]);
   EXPECT_LE(reinterpret_cast<std::byte*>(t.hidden) + plan->rows * padded_width(r.h) * 2, base + workspace.used());
+}
+
+// cuBLASLt has no algorithm for such strides, so tiles of the inputs are packed and gradients summed apart.
+TEST(CudaPlan, RowsFarApartArePacked) {
+  const std::int64_t far = (std::int64_t{1} << 31) + 64;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    ResolvedProblem r = shape(1000, 64, 4000, dtype, dtype);
+    BackwardOutputs out = gradients(r, dtype, dtype);
+    Result<Plan> near = make_plan(r, nullptr, {});
+    ASSERT_TRUE(near.ok());
+    EXPECT_FALSE(near->copy_hidden || near->copy_weight);
+    r.given.hidden.row_stride = r.given.weight.row_stride = far;
+    out.hidden.row_stride = out.weight.row_stride = far;
+    const Result<Plan> forward = make_plan(r, nullptr, {}), backward = make_plan(r, &out, {});
+    ASSERT_TRUE(forward.ok() && backward.ok());
+    EXPECT_TRUE(forward->copy_hidden && forward->copy_weight);
+    EXPECT_TRUE(backward->copy_hidden && backward->copy_weight);
+    EXPECT_TRUE(backward->hidden_accumulator && backward->weight_accumulator);
+    EXPECT_EQ(accumulator_bytes(r, *backward), 1000u * 64 * 4);
+    // One row has no stride to step by.
+    ResolvedProblem one = shape(1, 64, 4000, dtype, dtype);
+    one.given.hidden.row_stride = far;
+    const Result<Plan> single = make_plan(one, nullptr, {});
+    ASSERT_TRUE(single.ok());
+    EXPECT_FALSE(single->copy_hidden);
+  }
+}
+
+bool is_mapped(const std::string& library) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.find(library) != std::string::npos) return true;
+  return false;
+}
+
+TEST(CublasLibrary, IsOpenedByItsFirstUse) {
+  EXPECT_FALSE(is_mapped("libcublas"));
+  const Result<const CublasLt*> library = cublas_lt();
+  ASSERT_TRUE(library.ok()) << library.status().to_string();
+  EXPECT_TRUE(is_mapped("libcublasLt"));
+  EXPECT_EQ((*library)->cublasLtGetVersion() / 10000, std::size_t{CUBLAS_VER_MAJOR});
+}
+
+TEST(CublasLibrary, MissingOnesAndMissingFunctionsAreNamed) {
+  SharedLibrary missing("libcublasNone.so.13");
+  void (*function)() = nullptr;
+  missing.resolve("cublasCreate_v2", &function);
+  EXPECT_FALSE(missing.ok());
+  EXPECT_NE(missing.error().find("libcublasNone.so.13: cannot open shared object file"), std::string::npos)
+      << missing.error();
+  SharedLibrary present("libcublasLt.so." + std::to_string(CUBLAS_VER_MAJOR));
+  ASSERT_TRUE(present.ok()) << present.error();
+  present.resolve("cublasLtNone", &function);
+  EXPECT_NE(present.error().find("cublasLtNone"), std::string::npos) << present.error();
+  EXPECT_EQ(function, nullptr);
 }
 
 TEST(CudaSegments, ChunksCoverAShardOnceAndFitTheirStates) {

@@ -10,12 +10,14 @@ namespace lmhead::cuda {
 
 /// The functions in use, under their own names.
 struct CublasLt {
-#define LMHEAD_CUBLASLT_FUNCTIONS(each)                                                                   \
-  each(cublasLtCreate) each(cublasLtGetStatusString) each(cublasLtGetVersion) each(cublasLtMatmul)        \
-      each(cublasLtMatmulAlgoGetHeuristic) each(cublasLtMatmulDescCreate) each(cublasLtMatmulDescDestroy) \
-          each(cublasLtMatmulDescSetAttribute) each(cublasLtMatmulPreferenceCreate)                       \
-              each(cublasLtMatmulPreferenceDestroy) each(cublasLtMatmulPreferenceSetAttribute)            \
-                  each(cublasLtMatrixLayoutCreate) each(cublasLtMatrixLayoutDestroy)
+#define LMHEAD_CUBLASLT_FUNCTIONS(each)                                                                           \
+  each(cublasLtCreate) each(cublasLtGetStatusString) each(cublasLtGetVersion) each(cublasLtMatmul)                \
+      each(cublasLtMatmulAlgoCheck) each(cublasLtMatmulAlgoConfigGetAttribute)                                    \
+          each(cublasLtMatmulAlgoConfigSetAttribute) each(cublasLtMatmulAlgoGetHeuristic)                         \
+              each(cublasLtMatmulDescCreate) each(cublasLtMatmulDescDestroy) each(cublasLtMatmulDescSetAttribute) \
+                  each(cublasLtMatmulPreferenceCreate) each(cublasLtMatmulPreferenceDestroy)                      \
+                      each(cublasLtMatmulPreferenceSetAttribute) each(cublasLtMatrixLayoutCreate)                 \
+                          each(cublasLtMatrixLayoutDestroy)
 #define LMHEAD_DECLARE(name) decltype(&::name) name = nullptr;
   LMHEAD_CUBLASLT_FUNCTIONS(LMHEAD_DECLARE)
 #undef LMHEAD_DECLARE

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "cuda/portable_kernels.h"
+#include "cuda/product.h"
 
 namespace lmhead::cuda {
 namespace {
@@ -12,9 +13,7 @@ namespace {
 constexpr double kTileOverheadBytes = 8e7;
 constexpr std::int64_t kMinColumns = 64;
 constexpr std::int64_t kFewRows = 256;
-/// cuBLASLt splits a reduction over at most a few parts, whose fp32 sums it keeps in its workspace; 32 MiB is
-/// what it asks for at most on Hopper.
-constexpr std::int64_t kBlasSplits = 8;
+/// What cuBLASLt asks for at most on Hopper.
 constexpr std::size_t kMaxBlasBytes = std::size_t{32} << 20;
 /// Tile sides stay inside cuBLASLt's 32-bit sizes.
 constexpr std::int64_t kMaxSide = std::int64_t{1} << 30;
@@ -48,10 +47,12 @@ Plan shape(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size
   plan.rows = rows;
   plan.columns = columns;
   plan.vocabulary_outside = vocabulary_outside;
-  const std::int64_t largest =
-      gradients == nullptr ? rows * columns : std::max({rows * columns, rows * r.h, columns * r.h});
+  std::size_t wanted_bytes = product_workspace(rows, columns, r.h, r.compute);
+  if (gradients != nullptr)
+    wanted_bytes = std::max({wanted_bytes, product_workspace(rows, r.h, columns, r.compute),
+                             product_workspace(columns, r.h, rows, r.compute)});
   plan.blas_bytes = std::min({kMaxBlasBytes, budget / 8 / kWorkspaceAlignment * kWorkspaceAlignment,
-                              static_cast<std::size_t>(round_up(largest * 4 * kBlasSplits, kWorkspaceAlignment))});
+                              wanted_bytes / kWorkspaceAlignment * kWorkspaceAlignment});
   plan.products_stride = round_up(columns, 8);
   plan.copy_weight = r.given.weight.dtype != r.compute || is_far(r.given.weight);
   plan.copy_hidden = r.given.hidden.dtype != r.compute || is_far(r.given.hidden);

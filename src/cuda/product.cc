@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -160,6 +161,40 @@ std::int64_t leading(std::int64_t rows, std::int64_t width, std::int64_t stride)
   return rows == 1 && stride > std::numeric_limits<std::int32_t>::max() ? width : std::max(stride, width);
 }
 
+/// Parts in which a sum of k fp32 products is formed. One accumulator errs by about sqrt(k) roundings, s parts and
+/// their sum by sqrt(k / s) and sqrt(s), least where both are equal. A power of two near sqrt(k).
+std::uint32_t sum_parts(std::int64_t k) {
+  if (k < 32) return 1;
+  return std::uint32_t{1} << (std::bit_width(static_cast<std::uint64_t>(k)) - 1) / 2;
+}
+
+/// Splits the sum of an fp32 product into parts, as many of sum_parts as the workspace holds. cuBLASLt by itself
+/// splits for speed only and differently for each layout, and a product in fp32 has no later rounding to hide behind.
+void split_sum(cublasLtHandle_t handle, const Product& p, const Descriptors& d, cublasLtMatmulAlgo_t* algorithm) {
+  std::int32_t own = 0;  // -1: the kernel's own affair
+  std::size_t written = 0;
+  if (d.lt.cublasLtMatmulAlgoConfigGetAttribute(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &own, sizeof own,
+                                                &written) != CUBLAS_STATUS_SUCCESS)
+    return;
+  const std::uint32_t wanted = sum_parts(p.k);
+  const bool too_many = own > static_cast<std::int32_t>(2 * wanted);
+  for (std::uint32_t parts = wanted; parts > 1 && (too_many || static_cast<std::int32_t>(parts) > own); parts /= 2) {
+    cublasLtMatmulAlgo_t trial = *algorithm;
+    const std::uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    cublasLtMatmulHeuristicResult_t result{};
+    if (d.lt.cublasLtMatmulAlgoConfigSetAttribute(&trial, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts) ==
+            CUBLAS_STATUS_SUCCESS &&
+        d.lt.cublasLtMatmulAlgoConfigSetAttribute(&trial, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme,
+                                                  sizeof scheme) == CUBLAS_STATUS_SUCCESS &&
+        d.lt.cublasLtMatmulAlgoCheck(handle, d.operation, d.a, d.b, d.out, d.out, &trial, &result) ==
+            CUBLAS_STATUS_SUCCESS &&
+        result.workspaceSize <= p.workspace_bytes) {
+      *algorithm = trial;
+      return;
+    }
+  }
+}
+
 Status choose_algorithm(cublasLtHandle_t handle, const Product& p, const Descriptors& d,
                         const std::array<std::uint32_t, 3>& align, cublasLtMatmulAlgo_t* algorithm) {
   cublasLtMatmulHeuristicResult_t result{};
@@ -173,10 +208,19 @@ Status choose_algorithm(cublasLtHandle_t handle, const Product& p, const Descrip
                                        std::to_string(align[1]) + ", " + std::to_string(align[2]) + " bytes (" +
                                        d.lt.cublasLtGetStatusString(status) + ")"};
   *algorithm = result.algo;
+  if (p.in == DType::kFloat32 && !p.allow_tf32) split_sum(handle, p, d, algorithm);
   return {};
 }
 
 }  // namespace
+
+std::size_t product_workspace(std::int64_t m, std::int64_t n, std::int64_t k, DType in) {
+  // cuBLASLt splits 16-bit products by itself, for speed.
+  constexpr std::uint32_t kOwnParts = 8;
+  const std::uint32_t parts = in == DType::kFloat32 ? std::max(kOwnParts, sum_parts(k)) : kOwnParts;
+  constexpr std::size_t kCounters = 8192;  // beside the sums
+  return static_cast<std::size_t>(m * n) * sizeof(float) * parts + kCounters;
+}
 
 Status multiply(const Product& p, cudaStream_t stream) {
   Result<const DeviceProperties*> device = current_device();

@@ -35,8 +35,11 @@ struct Product {
   void* workspace = nullptr;         ///< 256-byte aligned scratch for cuBLASLt
   std::size_t workspace_bytes = 0;
 };
+/// Scratch with which a product loses nothing; with less it is slower or, in fp32, less exact.
+std::size_t product_workspace(std::int64_t m, std::int64_t n, std::int64_t k, DType in);
 /// Runs the product with cuBLASLt. The algorithm is cuBLASLt's first choice for the shape, asked for once
-/// and cached, restricted to reductions whose order is fixed: equal calls give equal bits.
+/// and cached, restricted to reductions whose order is fixed: equal calls give equal bits. Sums of fp32 products
+/// (not TF32) are formed in parts of about sqrt(k) terms, as far as the workspace goes.
 Status multiply(const Product& product, cudaStream_t stream);
 
 }  // namespace lmhead::cuda
