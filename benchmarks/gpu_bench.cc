@@ -13,23 +13,19 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
-#include <map>
 #include <memory>
 #include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/half.h"
-#include "cuda/product.h"
 #include "gpu_exact.h"
-#include "gpu_memory.h"
+#include "gpu_rounds.h"
 #include "lmhead/lmhead.h"
 
 namespace lmhead::bench {
@@ -179,7 +175,7 @@ struct Candidate {
   std::shared_ptr<Memory> mask, workspace, cache;
   std::size_t extra_bytes = 0, cache_bytes = 0;
   std::function<void()> run;
-  std::vector<float> ms;
+  std::vector<double> ms;
 
   EntropyMode mode() const {
     return entropy == "off" ? EntropyMode::kOff : entropy == "metric" ? EntropyMode::kMetric : EntropyMode::kGrad;
@@ -247,14 +243,14 @@ void prepare(const Inputs& in, const Arguments& args, Candidate& c) {
   };
 }
 
-float median(std::vector<float> v) {
+double median(std::vector<double> v) {
   std::sort(v.begin(), v.end());
   return v[v.size() / 2];
 }
 
 /// Median of the ratios of two candidates round by round: what drifts between rounds cancels.
-double paired_ratio(const std::vector<float>& ms, const std::vector<float>& of) {
-  std::vector<float> ratios(ms.size());
+double paired_ratio(const std::vector<double>& ms, const std::vector<double>& of) {
+  std::vector<double> ratios(ms.size());
   std::transform(ms.begin(), ms.end(), of.begin(), ratios.begin(), std::divides<>());
   return median(ratios);
 }
@@ -359,37 +355,10 @@ std::string number(double x) {
   return std::isfinite(x) ? text : "null";
 }
 
-/// The kernel driver's version, such as "580.159.04": the word behind "Module" in the file it publishes.
-std::string driver_version() {
-  std::ifstream file("/proc/driver/nvidia/version");
-  std::string word, before;
-  while (file >> word) {
-    if (before == "Module" && word != "for") return word;
-    if (before == "x86_64") return word;  // "... Open Kernel Module for x86_64  580.159.04 ..."
-    before = word;
-  }
-  return "unknown";
-}
-
 void run_case(const Arguments& args, const Shape& s, const std::string& device, const std::string& driver,
               std::ostream* file) {
   const Inputs in(s, args.dtype);
-  const Memory logits(Inputs::bytes(s.n * s.v, 2)), gemm_workspace(64 << 20);
-  const auto unit = [&] {
-    cuda::Product p{};
-    p.m = s.n;
-    p.n = s.v;
-    p.k = s.h;
-    p.a = {in.x.as(), s.h};
-    p.b = {in.w.as(), s.h};
-    p.transpose_b = true;
-    p.in = p.out_type = args.dtype;
-    p.out = logits.as();
-    p.out_stride = s.v;
-    p.workspace = gemm_workspace.as();
-    p.workspace_bytes = 64 << 20;
-    require(cuda::multiply(p, nullptr));
-  };
+  const ProductUnit unit(in.x.as(), in.w.as(), args.dtype, s.n, s.h, s.v);
   std::vector<Candidate> candidates;
   for (const std::string& backend : args.backends)
     for (const std::string& op : args.ops)
@@ -405,37 +374,12 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
             prepare(in, args, c);
             candidates.push_back(std::move(c));
           }
-  // A round is queued whole and waited for once: on a starved stream an event pair would time the host.
-  std::vector<float> unit_ms;
-  std::vector<std::pair<cudaEvent_t, cudaEvent_t>> events(candidates.size() + 1);
-  for (auto& [begin, end] : events) {
-    require(cudaEventCreate(&begin));
-    require(cudaEventCreate(&end));
-  }
-  const auto queue = [&](std::size_t which, const std::function<void()>& run) {
-    require(cudaEventRecord(events[which].first));
-    run();
-    require(cudaEventRecord(events[which].second));
-  };
-  const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-  for (int round = -2; round < args.reps && (round < 3 || elapsed() < args.seconds); ++round) {
-    unit();  // takes the higher clock after the pause, and keeps the stream busy while the round is queued
-    for (std::size_t k = 0; k < events.size(); ++k) {  // rotated, the unit too: nobody always has the same neighbour
-      const std::size_t which = (k + static_cast<std::size_t>(round + 2)) % events.size();
-      queue(which, which < candidates.size() ? candidates[which].run : unit);
-    }
-    require(cudaDeviceSynchronize());
-    for (std::size_t k = 0; round >= 0 && k < events.size(); ++k) {
-      float ms = 0;
-      require(cudaEventElapsedTime(&ms, events[k].first, events[k].second));
-      (k < candidates.size() ? candidates[k].ms : unit_ms).push_back(ms);
-    }
-  }
-  for (auto& [begin, end] : events) {
-    require(cudaEventDestroy(begin));
-    require(cudaEventDestroy(end));
-  }
+  std::vector<std::function<void()>> runs;
+  for (const Candidate& c : candidates) runs.push_back(c.run);
+  runs.emplace_back(std::ref(unit));
+  const std::vector<std::vector<double>> times = measure_rounds(runs, candidates.size(), args.reps, args.seconds);
+  for (std::size_t k = 0; k < candidates.size(); ++k) candidates[k].ms = times[k];
+  const std::vector<double>& unit_ms = times.back();
   for (const Candidate& c : candidates) {
     const Errors e = args.check ? measure_errors(in, c) : Errors{};
     const double ms = median(c.ms), gemm = median(unit_ms);

@@ -28,7 +28,10 @@ inline void require(const Status& status) {
 
 class Memory {
  public:
-  explicit Memory(std::size_t bytes) : bytes_(bytes) { require(cudaMalloc(&data_, std::max<std::size_t>(bytes, 1))); }
+  explicit Memory(std::size_t bytes) : bytes_(bytes) {
+    const cudaError_t error = cudaMalloc(&data_, std::max<std::size_t>(bytes, 1));
+    if (error != cudaSuccess) fail(std::to_string(bytes) + " bytes of device memory: " + cudaGetErrorString(error));
+  }
   template <class T>
   explicit Memory(const std::vector<T>& host) : Memory(host.size() * sizeof(T)) {
     require(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice));

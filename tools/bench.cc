@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "commands.h"
+#include "device.h"
 #include "head_table.h"
 #include "machine.h"
 #include "shape_tables.h"  // written by CMake from shapes/
@@ -62,7 +63,7 @@ BenchRun make_run(const Options& o) {
   run.n = o.tokens / o.cp, run.h = head.h, run.v_local = head.v / o.tp, run.vocab_size = head.v;
   run.softcap = head.softcap, run.logit_scale = head.logit_scale;
   run.dtype = o.dtype == "float32" ? DType::kFloat32 : o.dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
-  run.backend = o.backend, run.threads = o.threads, run.reps = o.reps;
+  run.threads = o.threads, run.reps = o.reps;
   run.workspace_budget = static_cast<std::size_t>(o.workspace_mib * 0x1p20);
   for (const std::string& op : o.ops)
     for (const std::string& entropy : o.entropies)
@@ -98,13 +99,19 @@ Json run_baseline(const Options& o, const BenchRun& run, const BenchCase& c) {
   return record;
 }
 
-Json make_record(const Options& o, const BenchRun& run, const BenchResult& result, std::size_t k,
-                 const BackendInfo& backend) {
+/// What `lmhead info` says of a backend.
+std::string description_of(const std::string& name) {
+  for (const BackendInfo& info : backends())
+    if (info.name == name) return info.description;
+  return {};
+}
+
+Json make_record(const Options& o, const BenchRun& run, const BenchResult& result, std::size_t k) {
   const BenchCase& c = run.cases[k];
   const double ms = median(result.case_ms[k]);
   const double gemms = c.op == "forward" ? 1 : 4;
   Json r = {{"op", c.op},
-            {"backend", run.backend},
+            {"backend", result.backend},
             {"n", run.n},
             {"h", run.h},
             {"v", run.v_local},
@@ -136,12 +143,12 @@ Json make_record(const Options& o, const BenchRun& run, const BenchResult& resul
     r["baseline_ms"] = baseline["ms"];
     r["baseline_extra_mib"] = baseline.value("extra_mib", Json());
   }
-  r["threads"] = o.threads > 0 ? o.threads : usable_cpus();
+  r["threads"] = !result.driver.empty() ? Json() : Json(o.threads > 0 ? o.threads : usable_cpus());
   r["tp"] = o.tp, r["cp"] = o.cp, r["reps"] = o.reps;
-  r["device"] = cpu_model() + ", " + cpu_extension();
-  r["kernel"] = backend.description;
+  r["device"] = result.device;
+  r["kernel"] = description_of(result.backend);
   r["gemm"] = result.gemm.empty() ? Json() : Json(result.gemm);
-  r["driver"] = nullptr;
+  r["driver"] = result.driver.empty() ? Json() : Json(result.driver);
   const std::string commit = output_of("git rev-parse --short=12 HEAD 2>/dev/null");
   r["commit"] = commit.empty() ? Json() : Json(commit);
   r["command"] = o.command;
@@ -154,39 +161,36 @@ std::string cell(const Json& value, const char* format) {
 
 void print_table(const std::vector<Json>& records) {
   const Json& first = records.front();
-  fmt::print("{} on {}\n{}\nGEMM unit: {}, {} ms\nN {}  H {}  V {}  {}  threads {}\n\n",
-             first["backend"].get<std::string>(), first["device"].get<std::string>(),
-             first["kernel"].get<std::string>(), first["gemm"].is_null() ? "none" : first["gemm"].get<std::string>(),
-             cell(first["gemm_ms"], "{:.1f}"), first["n"].get<std::int64_t>(), first["h"].get<std::int64_t>(),
-             first["v"].get<std::int64_t>(), first["dtype"].get<std::string>(), first["threads"].get<int>());
+  fmt::print("{} on {}\n{}\nGEMM unit: {}, {} ms\nN {}  H {}  V {}  {}{}\n\n", first["backend"].get<std::string>(),
+             first["device"].get<std::string>(), first["kernel"].get<std::string>(),
+             first["gemm"].is_null() ? "none" : first["gemm"].get<std::string>(), cell(first["gemm_ms"], "{:.4g}"),
+             first["n"].get<std::int64_t>(), first["h"].get<std::int64_t>(), first["v"].get<std::int64_t>(),
+             first["dtype"].get<std::string>(),
+             first["threads"].is_null() ? "" : fmt::format("  threads {}", first["threads"].get<int>()));
   fmt::print("{:<17} {:<7} {:<10} {:>6} {:>10} {:>7} {:>8} {:>7} {:>8} {:>10} {:>12} {:>13}\n", "op", "entropy",
              "pattern", "active", "ms", "units", "TFLOP/s", "of off", "of dense", "extra MiB", "baseline ms",
              "baseline MiB");
   for (const Json& r : records)
     fmt::print("{:<17} {:<7} {:<10} {:>6} {:>10} {:>7} {:>8} {:>7} {:>8} {:>10} {:>12} {:>13}\n",
                r["op"].get<std::string>(), r["entropy"].get<std::string>(), r["pattern"].get<std::string>(),
-               cell(r["active"], "{:.2f}"), cell(r["ms"], "{:.1f}"), cell(r["units"], "{:.3f}"),
+               cell(r["active"], "{:.2f}"), cell(r["ms"], "{:.4g}"), cell(r["units"], "{:.3f}"),
                cell(r["tflops"], "{:.3f}"), cell(r["of_entropy_off"], "{:.3f}"), cell(r["of_dense"], "{:.3f}"),
                cell(r["extra_mib"], "{:.1f}"), cell(r["baseline_ms"], "{:.0f}"),
                cell(r["baseline_extra_mib"], "{:.0f}"));
 }
 
 void run_bench(const Options& o) {
-  const BackendInfo* backend = nullptr;
-  std::string names;
-  for (const BackendInfo& info : backends()) {
-    names += (names.empty() ? "" : ", ") + info.name;
-    if (info.name == o.backend) backend = &info;
-  }
-  if (backend == nullptr) throw bad_input("--backend: expected one of " + names + ", got " + o.backend);
-  if (!backend->available) throw bad_input("--backend: " + o.backend + ": " + backend->description);
-  if (backend->device != Device::kCpu)
-    throw bad_input("--backend: expected a CPU backend (wall-clock timing), got " + o.backend);
-  const BenchRun run = make_run(o);
+  const BackendChoice choice = choose_backend(o.backend);
+  BenchRun run = make_run(o);
+  run.backend = choice.backend;
+#if LMHEAD_HAS_CUDA
+  const BenchResult result = choice.device == Device::kCuda ? measure_cuda(run) : measure_cpu(run);
+#else
   const BenchResult result = measure_cpu(run);
+#endif
   std::vector<Json> records;
   for (std::size_t k = 0; k < run.cases.size(); ++k) {
-    records.push_back(make_record(o, run, result, k, *backend));
+    records.push_back(make_record(o, run, result, k));
     if (o.json) fmt::print("{}\n", records.back().dump());
   }
   if (!o.json) print_table(records);
@@ -277,7 +281,7 @@ void add_bench(CLI::App& app) {
   command->add_option("--dtype", o->dtype, "bfloat16, float16, float32")
       ->check(one_of({"bfloat16", "float16", "float32"}))
       ->capture_default_str();
-  command->add_option("--backend", o->backend, "A name from `lmhead info`")->capture_default_str();
+  command->add_option("--backend", o->backend, "A name from `lmhead info`, cuda or auto")->capture_default_str();
   command->add_option("--threads", o->threads, "CPU threads (0: all)")->check(CLI::NonNegativeNumber);
   command->add_option("--reps", o->reps, "Turns")->check(CLI::PositiveNumber)->capture_default_str();
   command->add_option("--active", o->active, "Shares of active rows, such as 1,0.64 (1 is dense)")

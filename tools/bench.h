@@ -35,6 +35,8 @@ struct BenchResult {
   std::vector<double> gemm_ms;  ///< empty where no library multiplies this type
   std::string gemm;             ///< what ran it
   std::vector<double> extra_mib, accumulator_mib, active;
+  std::string backend;         ///< the one that ran, never "auto"
+  std::string device, driver;  ///< model of the CPU or GPU; "" without a driver
 };
 
 /// Median of a, and of the turn-by-turn ratios a / b.
@@ -48,5 +50,7 @@ std::vector<std::uint8_t> make_mask(std::int64_t n, double share, const std::str
 
 /// Wall-clock measurement of a CPU backend. extra_mib is the growth of the process's peak resident size.
 BenchResult measure_cpu(const BenchRun& run);
+/// Events on the default stream. extra_mib is the workspace. Ends the program when it runs out of device memory.
+BenchResult measure_cuda(const BenchRun& run);
 
 }  // namespace lmhead::tools

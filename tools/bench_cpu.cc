@@ -15,10 +15,10 @@
 #include <oneapi/dnnl/dnnl.hpp>
 #endif
 
-#include "bench.h"
-#include "commands.h"
+#include "bench_calls.h"
 #include "core/half.h"
 #include "cpu/parallel.h"
+#include "machine.h"
 
 namespace lmhead::tools {
 namespace {
@@ -136,29 +136,28 @@ class Bench {
     for (const BenchCase& c : run.cases) masks_.push_back(make_mask(run.n, c.active, c.pattern));
     // Freed blocks go back to the system at once, or a case would reuse pages of the one before unseen.
     ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
-    execution_.backend = run.backend.c_str();
-    execution_.threads = run.threads;
-    execution_.workspace_budget = run.workspace_budget;
   }
 
   BenchResult measure() {
+    Execution execution;
+    execution.backend = run_.backend.c_str();
+    execution.threads = run_.threads;
+    execution.workspace_budget = run_.workspace_budget;
+    BenchCalls call(run_, tensors(), execution);
     BenchResult result;
     result.case_ms.resize(run_.cases.size());
     std::size_t workspace_bytes = 0;
     for (std::size_t k = 0; k < run_.cases.size(); ++k) {
       result.extra_mib.push_back(peak_growth_mib([&] { call(k); }));
-      const WorkspaceSize size = workspace(k);
+      const WorkspaceSize size = call.workspace(k);
       result.accumulator_mib.push_back(static_cast<double>(size.accumulator) / 0x1p20);
       workspace_bytes = std::max(workspace_bytes, size.bytes);
-      std::int64_t active = 0;
-      for (const std::uint8_t bit : masks_[k]) active += bit;
-      result.active.push_back(masks_[k].empty() ? 1.0 : static_cast<double>(active) / static_cast<double>(run_.n));
+      result.active.push_back(active_share(masks_[k]));
     }
     std::vector<std::byte> scratch(workspace_bytes);
-    execution_.workspace = scratch.data();
-    execution_.workspace_bytes = scratch.size();
+    call.use_workspace(scratch.data(), scratch.size());
     std::vector<std::function<void()>> turns;
-    for (std::size_t k = 0; k < run_.cases.size(); ++k) turns.emplace_back([this, k] { call(k); });
+    for (std::size_t k = 0; k < run_.cases.size(); ++k) turns.emplace_back([&call, k] { call(k); });
 #if LMHEAD_BENCH_ONEDNN
     std::optional<VendorGemm> gemm;
     if (run_.dtype != DType::kFloat16) {
@@ -177,61 +176,18 @@ class Bench {
         const double ms = time_ms(turns[k]);
         (k < run_.cases.size() ? result.case_ms[k] : result.gemm_ms)[rep] = ms;
       }
+    result.backend = last_backend();
+    result.device = cpu_model() + ", " + cpu_extension();
     return result;
   }
 
  private:
-  Problem problem(std::size_t k) const {
-    Problem p;
-    p.hidden = {hidden_.get(), run_.n, run_.h, run_.h, run_.dtype};
-    p.weight = {weight_.get(), run_.v_local, run_.h, run_.h, run_.dtype};
-    p.targets = {targets_.data(), run_.n, 1, DType::kInt64};
-    if (!masks_[k].empty()) p.active = {masks_[k].data(), run_.n, 1, DType::kUInt8};
-    p.vocab_size = run_.vocab_size;
-    p.softcap = run_.softcap;
-    p.logit_scale = run_.logit_scale;
-    p.entropy = run_.cases[k].entropy;
-    return p;
-  }
-  BackwardOutputs gradients() {
-    BackwardOutputs out;
-    out.hidden = {dx_.get(), run_.n, run_.h, run_.h, run_.dtype};
-    out.weight = {dw_.get(), run_.v_local, run_.h, run_.h, run_.dtype};
-    return out;
-  }
-  WorkspaceSize workspace(std::size_t k) {
-    const Problem p = problem(k);
-    Execution query = execution_;
-    query.workspace = nullptr;
-    const bool shard = run_.v_local != run_.vocab_size;
-    Result<WorkspaceSize> size = workspace_size(p, shard ? Operation::kForwardPartial : Operation::kForward, {}, query);
-    require_ok(size.status());
-    if (run_.cases[k].op == "forward") return *size;
-    Result<WorkspaceSize> other = workspace_size(p, Operation::kBackward, gradients(), query);
-    require_ok(other.status());
-    return {std::max(size->bytes, other->bytes), std::max(size->accumulator, other->accumulator)};
-  }
-
-  void call(std::size_t k) {
-    const Problem p = problem(k);
-    const bool entropy = p.entropy != EntropyMode::kOff;
-    const auto row = [&](std::int64_t which) {
-      return Vector{rows_.data() + which * run_.n, run_.n, 1, DType::kFloat32};
-    };
-    ForwardOutputs out{row(0), entropy ? row(1) : Vector{}, row(2)};
-    if (run_.v_local == run_.vocab_size) {
-      require_ok(forward(p, out, execution_));
-    } else {  // a shard: its own columns only, as in a parallel run before the all-gather
-      const Matrix state{state_.data(), run_.n, kStateWidth, kStateWidth, DType::kFloat32};
-      require_ok(forward_partial(p, state, execution_));
-      require_ok(combine(p, {state.data, run_.n, kStateWidth, kStateWidth, DType::kFloat32}, out, execution_));
-    }
-    if (run_.cases[k].op == "forward") return;
-    const auto given = [](const Vector& v) { return ConstVector{v.data, v.size, v.stride, v.dtype}; };
-    const float* upstream = reinterpret_cast<const float*>(upstream_.get());
-    BackwardInputs in{given(out.lse), given(out.entropy), {upstream, run_.n, 1, DType::kFloat32}, {}};
-    if (p.entropy == EntropyMode::kGrad) in.dentropy = {upstream + run_.n, run_.n, 1, DType::kFloat32};
-    require_ok(backward(p, in, gradients(), execution_));
+  BenchTensors tensors() {
+    BenchTensors t{
+        hidden_.get(), weight_.get(), targets_.data(), {},       reinterpret_cast<const float*>(upstream_.get()),
+        rows_.data(),  state_.data(), dx_.get(),       dw_.get()};
+    for (const std::vector<std::uint8_t>& mask : masks_) t.active.push_back(mask.empty() ? nullptr : mask.data());
+    return t;
   }
 
   const BenchRun& run_;
@@ -239,7 +195,6 @@ class Bench {
   std::vector<std::int64_t> targets_;
   std::vector<float> rows_, state_;
   std::vector<std::vector<std::uint8_t>> masks_;
-  Execution execution_;
   bool backward_ = false;
 };
 

@@ -26,14 +26,32 @@ constexpr std::align_val_t kAlignment{256};
 }  // namespace
 
 BackendChoice choose_backend(const std::string& name) {
-  std::string names = "auto, cuda";
+  std::string names = "auto, cuda", no_cuda = "this build has no CUDA";
   for (const BackendInfo& backend : backends()) {
-    if (name == backend.name) return {name, backend.device};
+    if (name == backend.name) {
+      if (backend.available) return {name, backend.device};
+      throw bad_input("--backend: expected one that this machine runs, got " + name + ": " + backend.description);
+    }
     if (name == "auto" && backend.available) return {name, backend.device};
+    if (backend.device == Device::kCuda) {
+      if (name == "cuda" && backend.available) return {"auto", Device::kCuda};
+      no_cuda = backend.description;
+    }
     names += ", " + backend.name;
   }
-  if (name == "cuda") return {"auto", Device::kCuda};
+  if (name == "cuda") throw bad_input("--backend: expected one that this machine runs, got cuda: " + no_cuda);
   throw bad_input("--backend: expected one of " + names + ", got " + name);
+}
+
+std::vector<BackendInfo> choose_backends(const std::string& name) {
+  const BackendChoice choice = name.empty() ? BackendChoice{"all", Device::kCpu} : choose_backend(name);
+  std::vector<BackendInfo> chosen;
+  for (const BackendInfo& backend : backends()) {
+    const bool wanted = choice.backend == "all" || choice.backend == backend.name ||
+                        (choice.backend == "auto" && choice.device == backend.device);
+    if (wanted && backend.available) chosen.push_back(backend);
+  }
+  return chosen;
 }
 
 void DeviceBuffer::Free::operator()(void* data) const {

@@ -17,8 +17,11 @@ struct BackendChoice {
   Device device = Device::kCpu;
 };
 /// --backend NAME: "cuda" is "auto" among the CUDA backends; "auto" takes the device of the first backend
-/// that `lmhead info` lists as usable. Throws CommandError for a name that is neither nor in the list.
+/// that `lmhead info` lists as usable. Throws CommandError for a name that is neither nor in the list, and for one
+/// that this machine (no device) or this build (no CUDA) does not run, with the reason.
 BackendChoice choose_backend(const std::string& name);
+/// The usable backends that --backend NAME allows, all of a device for "auto" and "cuda"; "" means all of them.
+std::vector<BackendInfo> choose_backends(const std::string& name);
 
 /// Memory on a device, 256-byte aligned, freed at the end of its scope. Errors are thrown as CommandError.
 class DeviceBuffer {

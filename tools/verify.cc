@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "device.h"
 #include "testing/check.h"
 
 namespace lmhead::tools {
@@ -100,19 +101,7 @@ std::string verify_case(const BackendInfo& backend, const Entry& entry, const Op
 }
 
 void verify(const Options& options) {
-  std::vector<BackendInfo> chosen;
-  std::string names;
-  for (const BackendInfo& backend : backends()) {
-    names += (names.empty() ? "" : ", ") + backend.name;
-    if (!options.backend.empty() && options.backend != backend.name) continue;
-    if (backend.available) {
-      chosen.push_back(backend);
-    } else if (!options.backend.empty()) {
-      throw bad_input(
-          fmt::format("--backend: expected one that this machine runs, got {}: {}", backend.name, backend.description));
-    }
-  }
-  if (chosen.empty()) throw bad_input(fmt::format("--backend: expected one of {}, got {}", names, options.backend));
+  const std::vector<BackendInfo> chosen = choose_backends(options.backend);
   if (!options.json)
     fmt::print("{:<14} {:<4} {:>8} {:>8} {:>8}   {:>8} {:>8}   {:>8} {:>8}  {}\n", "backend", "", "logprob", "entropy",
                "bound", "dX", "bound", "dW", "bound", "case (N x H x V)");
@@ -137,7 +126,7 @@ void add_verify(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("verify", "Checks every backend of this machine against fp64 and prints the errors");
   auto options = std::make_shared<Options>();
-  command->add_option("--backend", options->backend, "Only this backend");
+  command->add_option("--backend", options->backend, "Only this one: a name from `lmhead info`, or cuda");
   command->add_flag("--json", options->json, "One JSON record a case on stdout");
   command->callback([options] { verify(*options); });
 }
