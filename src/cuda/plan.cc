@@ -47,10 +47,10 @@ Plan shape(const ResolvedProblem& r, const BackwardOutputs* gradients, std::size
   plan.rows = rows;
   plan.columns = columns;
   plan.vocabulary_outside = vocabulary_outside;
-  std::size_t wanted_bytes = product_workspace(rows, columns, r.h, r.compute);
+  std::size_t wanted_bytes = product_workspace(rows, columns, r.compute);
   if (gradients != nullptr)
-    wanted_bytes = std::max({wanted_bytes, product_workspace(rows, r.h, columns, r.compute),
-                             product_workspace(columns, r.h, rows, r.compute)});
+    wanted_bytes =
+        std::max({wanted_bytes, product_workspace(rows, r.h, r.compute), product_workspace(columns, r.h, r.compute)});
   plan.blas_bytes = std::min({kMaxBlasBytes, budget / 8 / kWorkspaceAlignment * kWorkspaceAlignment,
                               wanted_bytes / kWorkspaceAlignment * kWorkspaceAlignment});
   plan.products_stride = round_up(columns, 8);

@@ -123,6 +123,7 @@ class Tiling {
     p.out_stride = gradient.row_stride;
     p.out_type = gradient.dtype;
     p.accumulate = accumulate;
+    p.sum_in_parts = true;
     return multiply(p, stream_);
   }
 

@@ -93,7 +93,7 @@ HandlePool& handles() {
 }
 
 /// Everything that the choice of an algorithm may depend on.
-using AlgorithmKey = std::array<std::int64_t, 16>;
+using AlgorithmKey = std::array<std::int64_t, 17>;
 
 class AlgorithmCache {
  public:
@@ -208,16 +208,15 @@ Status choose_algorithm(cublasLtHandle_t handle, const Product& p, const Descrip
                                        std::to_string(align[1]) + ", " + std::to_string(align[2]) + " bytes (" +
                                        d.lt.cublasLtGetStatusString(status) + ")"};
   *algorithm = result.algo;
-  if (p.in == DType::kFloat32 && !p.allow_tf32) split_sum(handle, p, d, algorithm);
+  if (p.sum_in_parts && p.in == DType::kFloat32 && !p.allow_tf32) split_sum(handle, p, d, algorithm);
   return {};
 }
 
 }  // namespace
 
-std::size_t product_workspace(std::int64_t m, std::int64_t n, std::int64_t k, DType in) {
-  // cuBLASLt splits 16-bit products by itself, for speed.
-  constexpr std::uint32_t kOwnParts = 8;
-  const std::uint32_t parts = in == DType::kFloat32 ? std::max(kOwnParts, sum_parts(k)) : kOwnParts;
+std::size_t product_workspace(std::int64_t m, std::int64_t n, DType in) {
+  // cuBLASLt splits sums by itself, for speed; small fp32 products, which the vendor's bound splits too, the most.
+  const std::size_t parts = in == DType::kFloat32 ? 256 : 8;
   constexpr std::size_t kCounters = 8192;  // beside the sums
   return static_cast<std::size_t>(m * n) * sizeof(float) * parts + kCounters;
 }
@@ -267,6 +266,7 @@ Status multiply(const Product& p, cudaStream_t stream) {
                             static_cast<std::int64_t>(p.in) * 16 + static_cast<std::int64_t>(p.out_type),
                             tf32,
                             p.accumulate,
+                            p.sum_in_parts,
                             static_cast<std::int64_t>(p.workspace_bytes),
                             align[0],
                             align[1],

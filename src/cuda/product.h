@@ -32,14 +32,14 @@ struct Product {
   DType out_type = DType::kFloat32;  ///< kFloat32, or the type of a and b
   bool accumulate = false;           ///< fp32 output only
   bool allow_tf32 = false;           ///< fp32 inputs only
+  bool sum_in_parts = false;         ///< fp32 inputs only: sums of about sqrt(k) parts, as far as the workspace goes
   void* workspace = nullptr;         ///< 256-byte aligned scratch for cuBLASLt
   std::size_t workspace_bytes = 0;
 };
 /// Scratch with which a product loses nothing; with less it is slower or, in fp32, less exact.
-std::size_t product_workspace(std::int64_t m, std::int64_t n, std::int64_t k, DType in);
+std::size_t product_workspace(std::int64_t m, std::int64_t n, DType in);
 /// Runs the product with cuBLASLt. The algorithm is cuBLASLt's first choice for the shape, asked for once
-/// and cached, restricted to reductions whose order is fixed: equal calls give equal bits. Sums of fp32 products
-/// (not TF32) are formed in parts of about sqrt(k) terms, as far as the workspace goes.
+/// and cached, restricted to reductions whose order is fixed: equal calls give equal bits.
 Status multiply(const Product& product, cudaStream_t stream);
 
 }  // namespace lmhead::cuda
