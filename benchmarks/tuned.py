@@ -22,11 +22,20 @@ import torch
 import lmhead
 
 
+CONFIGURATIONS, FLOPS = 4, 6.5e14  # of a turn; a second
+
+
+def records(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON lines file to append to")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="end before this many seconds have passed")
     parser.add_argument("--seconds", type=float, default=0.4, help="of turns, a shape and operation; at least three turns")
+    parser.add_argument("--turns", type=int, default=3, help="about so many, where --seconds gives fewer")
+    parser.add_argument("--again", type=pathlib.Path, help="only the shapes whose ratio in this file is below 0.98")
     parser.add_argument("--head-seconds", type=float, default=40.0, help="of turns of the full tune; 0: none")
     parser.add_argument("--commit", default="", help="recorded; default: git's")
     args = parser.parse_args()
@@ -57,6 +66,9 @@ def main() -> None:
             print(f"tune of {head}: {seconds:.1f} s", flush=True)
         pace, worst = 0.0, 1.0  # seconds a FLOP of the last shape
         points = [p for p in sweep.points() if p.active == 1]
+        if args.again is not None:
+            slow = {(r["n"], r["h"], r["v"], r["entropy"]) for r in records(args.again) if r.get("of_default", 1) < 0.98}
+            points = [p for p in points if (p.n, p.h, p.v, "metric" if p.op == "sweep_forward" else "grad") in slow]
         for k, p in enumerate(points):
             begin = time.perf_counter()
             if begin - start + pace * p.flop > args.budget_s:
@@ -64,8 +76,9 @@ def main() -> None:
                 break
             forward = p.op == "sweep_forward"
             mode = "metric" if forward else "grad"
+            seconds = max(args.seconds, args.turns * CONFIGURATIONS * p.flop / FLOPS)
             choices = lmhead.tune(
-                p.h, p.v, p.n, entropy=mode, inference_only=forward, seconds=args.seconds, save=False
+                p.h, p.v, p.n, entropy=mode, inference_only=forward, seconds=seconds, save=False
             )
             for choice in choices:
                 times = [dataclasses.asdict(t) for t in choice.times]
