@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "active_mask.h"
 #include "core/half.h"
 #include "gpu_exact.h"
 #include "gpu_rounds.h"
@@ -48,6 +49,12 @@ struct Shape {
 struct Activity {
   double fraction = 1.0;
   std::string pattern = "dense";
+
+  bool dense() const { return pattern == "dense"; }
+  /// 1 where a row is active, for every row of any pattern.
+  std::vector<std::uint8_t> mask(std::int64_t n) const {
+    return dense() ? std::vector<std::uint8_t>(static_cast<std::size_t>(n), 1) : make_mask(n, fraction, pattern);
+  }
 };
 
 struct Arguments {
@@ -88,7 +95,10 @@ Arguments parse(int argc, char** argv) {
     } else if (name == "--active") {
       const std::size_t colon = value.find(':');
       if (colon == std::string::npos) fail("--active: expected F:PATTERN, got " + value);
-      a.activities.push_back({std::stod(value), value.substr(colon + 1)});
+      const std::string pattern = value.substr(colon + 1);
+      if (pattern != "suffix" && pattern != "runs" && pattern != "scattered")
+        fail("--active: expected suffix, runs or scattered, got " + pattern);
+      a.activities.push_back({std::stod(value), pattern});
     } else if (name == "--dtype") {
       a.dtype = value == "float16" ? DType::kFloat16 : DType::kBFloat16;
     } else if (name == "--workspace-mib") {
@@ -113,24 +123,6 @@ Arguments parse(int argc, char** argv) {
   if (a.cache_mibs.empty()) a.cache_mibs = {0};
   if (a.cases.empty()) fail("--case: expected at least one N,H,V");
   return a;
-}
-
-/// 1 where the row is active. runs: sequences of 50 to 400 rows whose first part, the prompt, is inactive.
-std::vector<std::uint8_t> make_mask(std::int64_t n, const Activity& activity) {
-  std::vector<std::uint8_t> mask(static_cast<std::size_t>(n), 1);
-  std::mt19937 random(7);
-  if (activity.pattern == "suffix") {
-    std::fill_n(mask.begin(), static_cast<std::ptrdiff_t>(std::llround((1 - activity.fraction) * double(n))), 0);
-  } else if (activity.pattern == "scattered") {
-    for (auto& m : mask) m = std::uniform_real_distribution<>(0, 1)(random) < activity.fraction;
-  } else if (activity.pattern == "runs") {
-    for (std::int64_t begin = 0; begin < n;) {
-      const std::int64_t length = std::min<std::int64_t>(n - begin, std::uniform_int_distribution<>(50, 400)(random));
-      std::fill_n(mask.begin() + begin, std::llround((1 - activity.fraction) * double(length)), 0);
-      begin += length;
-    }
-  }
-  return mask;
 }
 
 struct Inputs {
@@ -193,8 +185,8 @@ Problem make_problem(const Inputs& in, const Candidate& c) {
 }
 
 void prepare(const Inputs& in, const Arguments& args, Candidate& c) {
-  if (c.activity.pattern != "dense") {
-    const std::vector<std::uint8_t> mask = make_mask(in.s.n, c.activity);
+  if (!c.activity.dense()) {
+    const std::vector<std::uint8_t> mask = c.activity.mask(in.s.n);
     c.mask = std::make_shared<Memory>(mask.size());
     upload(*c.mask, mask);
   }
@@ -300,7 +292,7 @@ Errors measure_errors(const Inputs& in, const Candidate& c) {
   if (c.cache) require(cudaMemset(c.cache->as(), 0xff, c.cache_bytes));
   c.run();
   require(cudaDeviceSynchronize());
-  const std::vector<std::uint8_t> mask = make_mask(s.n, c.activity);
+  const std::vector<std::uint8_t> mask = c.activity.mask(s.n);
   std::vector<int> rows;
   for (int i = 0; i < 24; ++i) rows.push_back(static_cast<int>(i * (s.n - 1) / std::max<std::int64_t>(23, 1)));
   const auto logprob = download<float>(in.logprob.as(), s.n), entropy = download<float>(in.entropy.as(), s.n),
@@ -386,26 +378,25 @@ void run_case(const Arguments& args, const Shape& s, const std::string& device, 
     double of_dense = NAN, of_off = NAN;
     for (const Candidate& d : candidates) {
       if (d.op != c.op || d.backend != c.backend || d.cache_mib != c.cache_mib) continue;
-      if (d.entropy == c.entropy && d.activity.pattern == "dense") of_dense = paired_ratio(c.ms, d.ms);
+      if (d.entropy == c.entropy && d.activity.dense()) of_dense = paired_ratio(c.ms, d.ms);
       if (d.entropy == "off" && d.activity.pattern == c.activity.pattern && d.activity.fraction == c.activity.fraction)
         of_off = paired_ratio(c.ms, d.ms);
     }
-    const std::string line = "{\"op\": \"" + c.op + "\", \"backend\": \"" + c.backend +
-                             "\", \"n\": " + std::to_string(s.n) + ", \"h\": " + std::to_string(s.h) +
-                             ", \"v\": " + std::to_string(s.v) + ", \"dtype\": \"" + to_string(args.dtype) +
-                             "\", \"entropy\": \"" + c.entropy + "\", \"active\": " + number(c.activity.fraction) +
-                             ", \"pattern\": \"" + c.activity.pattern + "\", \"ms\": " + number(ms) +
-                             ", \"gemm_ms\": " + number(gemm) + ", \"units\": " + number(ms / gemm) +
-                             ", \"of_dense\": " + number(of_dense) + ", \"of_entropy_off\": " + number(of_off) +
-                             ", \"live_tiles\": " + number(live_tiles(make_mask(s.n, c.activity))) +
-                             ", \"rounds\": " + std::to_string(c.ms.size()) +
-                             ", \"extra_mib\": " + number(static_cast<double>(c.extra_bytes) / 1048576) +
-                             ", \"workspace_mib\": " + std::to_string(args.workspace_mib) +
-                             ", \"cache_mib\": " + number(static_cast<double>(c.cache_bytes) / 1048576) +
-                             ", \"logprob_err\": " + number(e.logprob) + ", \"entropy_err\": " + number(e.entropy) +
-                             ", \"dx_err\": " + number(e.dx) + ", \"dw_err\": " + number(e.dw) + ", \"device\": \"" +
-                             device + "\", \"driver\": \"" + driver + "\", \"commit\": \"" + args.commit +
-                             "\", \"command\": \"" + args.command + "\"}";
+    const std::string line =
+        "{\"op\": \"" + c.op + "\", \"backend\": \"" + c.backend + "\", \"n\": " + std::to_string(s.n) +
+        ", \"h\": " + std::to_string(s.h) + ", \"v\": " + std::to_string(s.v) + ", \"dtype\": \"" +
+        to_string(args.dtype) + "\", \"entropy\": \"" + c.entropy + "\", \"active\": " + number(c.activity.fraction) +
+        ", \"pattern\": \"" + c.activity.pattern + "\", \"ms\": " + number(ms) + ", \"gemm_ms\": " + number(gemm) +
+        ", \"units\": " + number(ms / gemm) + ", \"of_dense\": " + number(of_dense) +
+        ", \"of_entropy_off\": " + number(of_off) + ", \"live_tiles\": " + number(live_tiles(c.activity.mask(s.n))) +
+        ", \"rounds\": " + std::to_string(c.ms.size()) +
+        ", \"extra_mib\": " + number(static_cast<double>(c.extra_bytes) / 1048576) +
+        ", \"workspace_mib\": " + std::to_string(args.workspace_mib) +
+        ", \"cache_mib\": " + number(static_cast<double>(c.cache_bytes) / 1048576) +
+        ", \"logprob_err\": " + number(e.logprob) + ", \"entropy_err\": " + number(e.entropy) +
+        ", \"dx_err\": " + number(e.dx) + ", \"dw_err\": " + number(e.dw) + ", \"device\": \"" + device +
+        "\", \"driver\": \"" + driver + "\", \"commit\": \"" + args.commit + "\", \"command\": \"" + args.command +
+        "\"}";
     if (file != nullptr) *file << line << "\n" << std::flush;
     std::printf(
         "%-16s %-13s %-6s %4.2f %-9s cache %6.0f MiB %ldx%ldx%ld  %9.3f ms %6.3f units  of dense %5.3f  of off %5.3f  "

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 
 import skyrl_peer
+import tile_skipping
 import torch
 import torch.nn.functional as F
 
@@ -106,15 +107,8 @@ class Data:
         return torch.randint(0, p.v, (p.n,), device=self.device, generator=self.generator)
 
     def mask(self, p: Point) -> torch.Tensor:
-        """Sequences of 50 to 400 rows whose first part, the prompt, is inactive."""
-        mask = torch.ones(p.n, dtype=torch.bool)
-        lengths = torch.randint(50, 401, (p.n // 50 + 1,), generator=torch.Generator().manual_seed(7)).tolist()
-        begin = 0
-        for length in lengths:
-            length = min(length, p.n - begin)
-            mask[begin : begin + round((1 - p.active) * length)] = False
-            begin += length
-        return mask.to(self.device)
+        """Sequences of GSM8K's lengths whose first part, the prompt, is inactive."""
+        return torch.tensor(tile_skipping.mask("runs", p.n, p.active, "gsm8k_train"), device=self.device)
 
 
 def forward_ways(p: Point, data: Data, skyrl, triton) -> dict[str, Callable[[], Results]]:

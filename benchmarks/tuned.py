@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="of turns, a shape and operation; at least three turns")
     parser.add_argument("--turns", type=int, default=3, help="about so many, where --seconds gives fewer")
     parser.add_argument("--again", type=pathlib.Path, help="only the shapes whose ratio in this file is below 0.98")
+    parser.add_argument("--case", action="append", metavar="N,H,V", help="only such shapes, forward with the metric entropy")
     parser.add_argument("--head-seconds", type=float, default=40.0, help="of turns of the full tune; 0: none")
     parser.add_argument("--commit", default="", help="recorded; default: git's")
     args = parser.parse_args()
@@ -69,6 +70,9 @@ def main() -> None:
         if args.again is not None:
             slow = {(r["n"], r["h"], r["v"], r["entropy"]) for r in records(args.again) if r.get("of_default", 1) < 0.98}
             points = [p for p in points if (p.n, p.h, p.v, "metric" if p.op == "sweep_forward" else "grad") in slow]
+        if args.case is not None:
+            cases = [tuple(int(size) for size in case.split(",")) for case in args.case]
+            points = [p for p in points if p.op == "sweep_forward" and (p.n, p.h, p.v) in cases]
         for k, p in enumerate(points):
             begin = time.perf_counter()
             if begin - start + pace * p.flop > args.budget_s:

@@ -43,11 +43,6 @@ struct BenchResult {
 double median(std::vector<double> values);
 double median_ratio(const std::vector<double>& a, const std::vector<double>& b);
 
-/// Rows of a mask with about `share` of n active. suffix: the last ones; scattered: uniformly drawn;
-/// runs: sequences whose first part, the prompt, is inactive, with lengths drawn from the quantiles of a
-/// real distribution (shapes/lengths.tsv, gsm8k_train).
-std::vector<std::uint8_t> make_mask(std::int64_t n, double share, const std::string& pattern);
-
 /// Wall-clock measurement of a CPU backend. extra_mib is the growth of the process's peak resident size.
 BenchResult measure_cpu(const BenchRun& run);
 /// Events on the default stream. extra_mib is the workspace. Ends the program when it runs out of device memory.

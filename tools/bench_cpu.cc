@@ -15,6 +15,7 @@
 #include <oneapi/dnnl/dnnl.hpp>
 #endif
 
+#include "active_mask.h"
 #include "bench_calls.h"
 #include "core/half.h"
 #include "cpu/parallel.h"
@@ -133,7 +134,7 @@ class Bench {
       dx_ = random_values(run.n * run.h, run.dtype, 1.0, 5, run.threads);
       dw_ = random_values(run.v_local * run.h, run.dtype, 1.0, 6, run.threads);
     }
-    for (const BenchCase& c : run.cases) masks_.push_back(make_mask(run.n, c.active, c.pattern));
+    for (const BenchCase& c : run.cases) masks_.push_back(bench::make_mask(run.n, c.active, c.pattern));
     // Freed blocks go back to the system at once, or a case would reuse pages of the one before unseen.
     ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
   }

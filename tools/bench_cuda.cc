@@ -6,6 +6,7 @@
 #include <limits>
 #include <random>
 
+#include "active_mask.h"
 #include "bench_calls.h"
 #include "commands.h"
 #include "device.h"
@@ -75,7 +76,7 @@ BenchResult measure_cuda(const BenchRun& run) {
   BenchResult result;
   std::vector<DeviceBuffer> masks;
   for (const BenchCase& c : run.cases) {
-    const std::vector<std::uint8_t> mask = make_mask(run.n, c.active, c.pattern);
+    const std::vector<std::uint8_t> mask = bench::make_mask(run.n, c.active, c.pattern);
     result.active.push_back(active_share(mask));
     masks.push_back(uploaded(mask));
     tensors.active.push_back(static_cast<const std::uint8_t*>(masks.back().data()));
