@@ -224,10 +224,10 @@ def active_rows(sweep: list[dict], cpu: list[dict]) -> None:
     styles = {"suffix": ("-", "o"), "runs": ("--", "s"), "scattered": (":", "^")}
     for color, device in zip(("#0b5fa5", "#d55e00"), dict.fromkeys(r["device"] for r in cpu)):
         group = [r for r in cpu if r["device"] == device and r["of_dense"] is not None and r["entropy"] == "grad"]
-        group = [r for r in group if r["op"] == "forward_backward"]
+        group = sorted((r for r in group if r["op"] == "forward_backward"), key=lambda r: r["reps"])  # the most last
         for pattern, (line, marker) in styles.items():
-            points = sorted((r["active"], r["of_dense"]) for r in group if r["pattern"] == pattern)
-            xs, ys = zip(*(points + [(1.0, 1.0)]))
+            of_dense = {r["active"]: r["of_dense"] for r in group if r["pattern"] == pattern} | {1.0: 1.0}
+            xs, ys = zip(*sorted(of_dense.items()))
             axes[1].plot(xs, ys, line, color=color, marker=marker, markersize=4, label=f"{device.split(',')[0]}, {pattern}")
     axes[1].plot([0, 1], [0, 1], color="#999999", linewidth=0.8, linestyle=":")
     axes[1].set_title("CPU: forward + backward, 4096 x 576 x 49152", fontsize=9)
@@ -248,16 +248,17 @@ def cpu_plot(cpu: list[dict]) -> None:
     shapes = [(4096, 576, 49152), (512, 640, 262144), (512, 2048, 151936), (512, 4096, 131072)]
     devices = list(dict.fromkeys(r["device"] for r in cpu))
     for k, (device, color) in enumerate(zip(devices, ("#0b5fa5", "#d55e00"))):
-        for op, entropy, hatch, name in (
-            ("forward", "metric", "", "forward, log-prob + entropy"),
-            ("forward_backward", "grad", "///", "forward + backward, entropy gradient"),
+        for op, entropies, hatch, name in (
+            ("forward", ("metric", "grad"), "", "forward, log-prob + entropy"),
+            ("forward_backward", ("grad",), "///", "forward + backward, entropy gradient"),
         ):
             bars = []
             for shape in shapes:
                 found = [
                     r["units"]
                     for r in cpu
-                    if (r["device"], r["op"], r["entropy"], r["dtype"]) == (device, op, entropy, "bfloat16")
+                    if (r["device"], r["op"], r["dtype"]) == (device, op, "bfloat16")
+                    and r["entropy"] in entropies
                     and (r["n"], r["h"], r["v"]) == shape
                     and r["active"] == 1
                     and r["reps"] > 1
