@@ -167,7 +167,7 @@ struct Execution {
 /// Answer of a workspace query.
 struct WorkspaceSize {
   std::size_t bytes = 0;        ///< scratch memory the call needs, within the budget plus `accumulator`
-  std::size_t accumulator = 0;  ///< part of `bytes`: fp32 accumulator of a 16-bit gradient
+  std::size_t accumulator = 0;  ///< part of `bytes`: fp32 sums of a 16-bit gradient, or of rows 2^31 bytes apart
 };
 
 /// Per-token results of a forward call, fp32 (fp64 for fp64 inputs), in nats. Absent ones are not written.
