@@ -108,7 +108,8 @@ def speed_against_tokens(records: list[dict]) -> None:
     axes[0].set_ylabel("time, in cuBLAS products [N, H] x [H, V]")
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     below(figure, axes, 3)
-    save(figure, "speed-tokens-h200", f"log-prob + entropy, bf16; {source(records)}")
+    forward = [r for r in records if r["op"] == "sweep_forward"]
+    save(figure, "speed-tokens-h200", f"log-prob + entropy, bf16; {source(forward)}")
 
 
 def speedups(records: list[dict]) -> None:
@@ -134,7 +135,8 @@ def speedups(records: list[dict]) -> None:
     axes[0].set_ylabel("share of points below")
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     below(figure, axes, 4)
-    save(figure, "speedup-h200", f"log-prob + entropy, bf16; {source(records)}")
+    forward = [r for r in records if r["op"] == "sweep_forward"]
+    save(figure, "speedup-h200", f"log-prob + entropy, bf16; {source(forward)}")
 
 
 def memory_against_tokens(sweep: list[dict], curves: list[dict]) -> None:
@@ -313,13 +315,10 @@ def figures(sweep: list[dict]) -> None:
 
 def tuned_figures(tuned: list[dict]) -> None:
     """Time of the best configuration as part of the default's, over local shapes, as Markdown rows."""
-    for operation in ("forward", "backward"):
-        group = [r for r in tuned if r["op"] == f"tune_{operation}"]
-        if not group:
-            continue
-        best = sorted(r["of_default"] for r in group)
-        chosen = sum(r["configuration"] != "default" for r in group)
-        print(f"| {operation} | {len(group)} | {statistics.median(best):.3f} | {best[0]:.3f} | {chosen} |")
+    for op, entropy in sorted({(r["op"], r["entropy"]) for r in tuned if r["op"] != "tune_head"}):
+        best = sorted(r["of_default"] for r in tuned if (r["op"], r.get("entropy")) == (op, entropy))
+        within = ", ".join(str(sum(value >= 1 - share for value in best)) for share in (0.01, 0.02, 0.03))
+        print(f"| {op}, {entropy} | {len(best)} | {statistics.median(best):.3f} | {best[0]:.3f} | {within} |")
     for r in tuned:
         if r["op"] == "tune_head":
             print(f"tune of {r['head']} at {r['tokens']} tokens: {r['seconds']:.1f} s")
