@@ -17,7 +17,7 @@ def sweep(monkeypatch):
     import sweep
 
     yield sweep
-    for name in ("sweep", "skyrl_peer"):
+    for name in ("sweep", "skyrl_peer", "tile_skipping"):
         sys.modules.pop(name, None)
 
 
@@ -33,9 +33,12 @@ def test_points(sweep):
     assert len(gradients) == len(sweep.HEADS) * len(sweep.ACTIVE)
 
 
+def records_of(name):
+    return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / name).read_text().splitlines()]
+
+
 def test_records(sweep):
-    file = ROOT / "benchmarks" / "results" / "sweep-nvidia-h200.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = records_of("sweep-nvidia-h200.jsonl")
     found = collections.Counter((r["op"], r["n"], r["h"], r["v"], r["active"]) for r in records)
     assert found == collections.Counter(p.key for p in sweep.points()), "every point once"
     for r in records:
@@ -50,3 +53,11 @@ def test_masks_have_the_share_that_they_say(sweep):
     for active in sweep.ACTIVE:
         mask = data.mask(sweep.Point("sweep_forward_backward", 8192, 8, 8, active))
         assert abs(mask.float().mean().item() - active) < 0.01
+
+
+def test_the_default_is_within_3_percent_of_the_tuned_choice(sweep):
+    records = [r for r in records_of("tuned-nvidia-h200.jsonl") if (r["op"], r.get("entropy")) == ("tune_forward", "metric")]
+    found = collections.Counter((r["n"], r["h"], r["v"]) for r in records)
+    assert found == collections.Counter((p.n, p.h, p.v) for p in sweep.points() if p.op == "sweep_forward")
+    for r in records:
+        assert r["of_default"] == min(t["of_default"] for t in r["times"]) >= 0.97
