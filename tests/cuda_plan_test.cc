@@ -10,6 +10,7 @@
 #include "core/validate.h"
 #include "cuda/cublas_lt.h"
 #include "cuda/shared_library.h"
+#include "cuda/small_product.h"
 #include "testing/problem.h"
 
 namespace lmhead::cuda {
@@ -173,6 +174,18 @@ TEST(CublasLibrary, IsOpenedByItsFirstUse) {
   ASSERT_TRUE(library.ok()) << library.status().to_string();
   EXPECT_TRUE(is_mapped("libcublasLt"));
   EXPECT_EQ((*library)->cublasLtGetVersion() / 10000, std::size_t{CUBLAS_VER_MAJOR});
+}
+
+TEST(SmallProducts, EachSideCountsInWholeTiles) {
+  EXPECT_TRUE(has_small_products(1, 1, 1));
+  EXPECT_TRUE(has_small_products(0, 64, 0));
+  EXPECT_TRUE(has_small_products(64, 1024, 1024));
+  EXPECT_FALSE(has_small_products(65, 1024, 1024));
+  EXPECT_FALSE(has_small_products(64, 1025, 1024));
+  EXPECT_FALSE(has_small_products(64, 1024, 1025));
+  EXPECT_TRUE(has_small_products(1, 1024, 2048));
+  EXPECT_FALSE(has_small_products(1, 1024, 2049)) << "one row costs a tile of 32";
+  EXPECT_FALSE(has_small_products(std::int64_t{1} << 40, std::int64_t{1} << 40, std::int64_t{1} << 40));
 }
 
 TEST(CublasLibrary, MissingOnesAndMissingFunctionsAreNamed) {

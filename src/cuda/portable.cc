@@ -13,6 +13,7 @@
 #include "cuda/product.h"
 #include "cuda/rows.h"
 #include "cuda/selected.h"
+#include "cuda/small_product.h"
 
 namespace lmhead {
 namespace {
@@ -32,7 +33,12 @@ Matrix row_slice(const Matrix& m, std::int64_t begin, std::int64_t count) {
 class Tiling {
  public:
   Tiling(const ResolvedProblem& r, const Plan& plan, const Tiles& tiles, const Execution& e)
-      : r_(r), plan_(plan), tiles_(tiles), e_(e), stream_(stream_of(e)) {}
+      : r_(r),
+        plan_(plan),
+        tiles_(tiles),
+        e_(e),
+        stream_(stream_of(e)),
+        small_(r.compute == DType::kFloat32 && !e.allow_tf32 && has_small_products(r.n, r.h, r.v_valid)) {}
 
   /// Terms of rows [begin, begin + count), and their hidden rows where the plan copies them.
   void prepare_rows(std::int64_t begin, std::int64_t count, const BackwardInputs* backward) {
@@ -69,7 +75,7 @@ class Tiling {
     p.transpose_b = true;
     p.out = tiles_.products;
     p.out_stride = plan_.products_stride;
-    return multiply(p, stream_);
+    return run(p);
   }
 
   /// gradient[rows, H] (+)= dl weight.
@@ -124,14 +130,16 @@ class Tiling {
     p.out_type = gradient.dtype;
     p.accumulate = accumulate;
     p.sum_in_parts = true;
-    return multiply(p, stream_);
+    return run(p);
   }
+  Status run(const Product& p) const { return small_ ? multiply_small(p, stream_) : multiply(p, stream_); }
 
   const ResolvedProblem& r_;
   const Plan& plan_;
   const Tiles& tiles_;
   const Execution& e_;
   cudaStream_t stream_;
+  const bool small_;  ///< an fp32 problem whose products are summed in fp64
   std::int64_t rows_ = 0, begin_ = 0, end_ = 0;
   Operand hidden_{}, weight_{};
 };
