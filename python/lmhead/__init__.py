@@ -186,6 +186,7 @@ def linear_logprobs(
         MemoryError, torch.OutOfMemoryError: there is no room for results or workspace.
     """
     entropy = _options.entropy_mode(return_entropy, entropy_requires_grad, inference_only)
+    _options.plain(ignore_index, valid_vocab, vocab_start, vocab_size, check, backend)
     options = {
         "bias": bias,
         "active": active,
@@ -200,7 +201,7 @@ def linear_logprobs(
         "entropy": entropy,
         "inference_only": inference_only,
         "cache_bytes": _options.byte_count("cache_bytes", cache_bytes, 0),
-        "workspace_bytes": 0 if workspace_bytes is None else _options.byte_count("workspace_bytes", workspace_bytes, 1),
+        "workspace_bytes": _options.workspace(workspace_bytes),
         "check": check,
         "backend": backend,
     }

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _options
+
 
 def tensor(name: str, value: Any, hidden: Tensor) -> None:
     """A plain tensor on the device of hidden."""
@@ -21,6 +23,9 @@ def tensor(name: str, value: Any, hidden: Tensor) -> None:
             f"{name}.full_tensor(), or call inside the sharded module's forward, or pass {name}.to_local() "
             "with vocab_start, vocab_size and group for rows sharded over the vocabulary"
         )
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else value.layout
+        raise TypeError(f"{name}: expected a dense torch.Tensor, got {kind}")
     if value.device != hidden.device:
         raise ValueError(f"{name}: expected a tensor on {hidden.device} like hidden, got {value.device}")
 
@@ -41,6 +46,9 @@ def head(hidden: Any, weight: Any, required: dict[str, Any], optional: dict[str,
             f"weight: expected [V, H] for hidden [..., H], got {list(weight.shape)} "
             f"and hidden {list(hidden.shape)}{hint}"
         )
+    bias = optional.get("bias")
+    if bias is not None and bias.dim() != 1:
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {list(bias.shape)}")
     if weight.shape[1] > 1 and weight.stride(1) != 1:
         raise ValueError(
             f"weight: expected contiguous columns (stride 1 along H), got strides {tuple(weight.stride())}; "
@@ -54,7 +62,14 @@ def number(name: str, value: Any) -> float:
             raise ValueError(f"{name}: expected no gradient (it gets none), got a tensor that requires grad")
         if value.numel() != 1 or value.device.type != "cpu":
             raise TypeError(f"{name}: expected a number, got a tensor {list(value.shape)} on {value.device}")
-    return float(value)
+        real(name, value)
+        return float(value)
+    return _options.number(name, value)
+
+
+def real(name: str, value: Tensor) -> None:
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name}: expected real numbers, got {str(value.dtype).removeprefix('torch.')}")
 
 
 def temperature(value: float | Tensor, hidden: Tensor) -> tuple[float, Tensor | None]:
@@ -62,6 +77,7 @@ def temperature(value: float | Tensor, hidden: Tensor) -> tuple[float, Tensor | 
     if not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu"):
         return number("temperature", value), None
     tensor("temperature", value, hidden)
+    real("temperature", value)
     if value.requires_grad:
         raise ValueError("temperature: expected no gradient (it gets none), got a tensor that requires grad")
     return 1.0, value

@@ -30,9 +30,47 @@ def entropy_mode(return_entropy: bool, entropy_requires_grad: bool, inference_on
 
 
 def out_of_vocab_rule(rule: str) -> str:
-    if rule not in OUT_OF_VOCAB:
+    if not isinstance(rule, str) or rule not in OUT_OF_VOCAB:
         raise ValueError(f'out_of_vocab: expected "error" or "zero", got {rule!r}')
     return rule
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    try:
+        if not isinstance(value, bool) and hasattr(value, "__float__"):  # a number of NumPy
+            return float(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+
+
+def integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected an integer within 64 bits, got {value}")
+
+
+def plain(
+    ignore_index: Any, valid_vocab: Any, vocab_start: Any, vocab_size: Any, check: Any, backend: Any
+) -> None:
+    """Types of the options that are no tensors; what passes them on would not name the argument."""
+    integer("ignore_index", ignore_index)
+    integer("vocab_start", vocab_start)
+    for name, value in (("valid_vocab", valid_vocab), ("vocab_size", vocab_size)):
+        if value is not None:
+            integer(name, value)
+    if check is not None and not isinstance(check, (bool, int)):
+        raise TypeError(f"check: expected a bool or None, got {type(check).__name__}")
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name, got {type(backend).__name__}")
+
+
+def workspace(workspace_bytes: Any) -> int:
+    """The budget, or 0 for the backend's default."""
+    return 0 if workspace_bytes is None else byte_count("workspace_bytes", workspace_bytes, 1)
 
 
 def byte_count(name: str, value: Any, at_least: int) -> int:
@@ -40,6 +78,7 @@ def byte_count(name: str, value: Any, at_least: int) -> int:
         raise TypeError(f"{name}: expected a number of bytes, got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name}: expected >= {at_least} bytes, got {value}")
+    integer(name, value)
     return value
 
 

@@ -61,13 +61,12 @@ def _forward(
         n, k = call.hidden.shape[0], ids.shape[-1]
         with call.guard():
             all_ids = _with_targets(ids, targets, ignore_index)
-            logprob, lse = (torch.empty(n, dtype=call.result_dtype, device=call.device) for _ in range(2))
-            entropies = torch.empty(0 if entropy == "off" else n, dtype=call.result_dtype, device=call.device)
+            logprob, entropies, lse = call.results(targets.shape, entropy != "off")
             logits, selected = (torch.empty((n, k + 1), dtype=call.result_dtype, device=call.device) for _ in range(2))
             outputs = _core.ForwardOutputs()
-            outputs.logprob, outputs.lse = _output_vector(logprob), _output_vector(lse)
+            outputs.logprob, outputs.lse = _output_vector(logprob.view(-1)), _output_vector(lse.view(-1))
             if entropy != "off":
-                outputs.entropy = _output_vector(entropies)
+                outputs.entropy = _output_vector(entropies.view(-1))
             rank, ranks = distributed.rank_and_size(group)
             call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
             chosen = _core.SelectedProblem()
@@ -89,17 +88,10 @@ def _forward(
         _core.selected_logits(chosen, _output_matrix(logits), reader.execution)
         everyone = logits if group is None else distributed.gather_rows("selected", logits, group)
         _core.selected_combine(
-            chosen, _matrix("logits", everyone), _vector("lse", lse), _vector("logprob", logprob),
+            chosen, _matrix("logits", everyone), _vector("lse", lse.view(-1)), _vector("logprob", logprob.view(-1)),
             _output_matrix(selected), reader.execution,
         )  # fmt: skip
-    shape = targets.shape
-    return (
-        logprob.view(shape),
-        entropies if entropy == "off" else entropies.view(shape),
-        lse.view(shape),
-        selected[:, :k].reshape(*shape, k).clone(),
-        logits,
-    )
+    return logprob, entropies, lse, selected[:, :k].reshape(*targets.shape, k).clone(), logits
 
 
 @_forward.register_fake
@@ -262,6 +254,8 @@ def selected_logprobs(
             are checked (elsewhere they become NaN).
     """
     entropy = _options.entropy_mode(return_entropy, entropy_requires_grad, False)
+    _options.plain(ignore_index, valid_vocab, vocab_start, vocab_size, check, backend)
+    workspace_bytes = _options.workspace(workspace_bytes)
     _checks.head(hidden, weight, {"targets": targets, "ids": ids}, {"bias": bias, "active": active})
     temperature, row_temperature = _checks.temperature(temperature, hidden)
     _checks.rows(hidden, {"targets": targets, "active": active, "temperature": row_temperature})
@@ -270,7 +264,7 @@ def selected_logprobs(
     logprob, entropies, _, selected, _ = _forward(
         hidden, weight, bias, targets, ids, active, row_temperature, temperature,
         None if softcap is None else _checks.number("softcap", softcap), _checks.number("logit_scale", logit_scale),
-        ignore_index, valid_vocab, vocab_start, vocab_size, entropy, _checks.autocast_dtype(hidden), workspace_bytes or 0,
+        ignore_index, valid_vocab, vocab_start, vocab_size, entropy, _checks.autocast_dtype(hidden), workspace_bytes,
         check, backend, distributed.group_name(group),
     )  # fmt: skip
     return (logprob, selected) if entropy == "off" else (logprob, selected, entropies)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _core, distributed, torch_ops
+from . import _checks, _core, _options, distributed, torch_ops
 from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
 
 EMPTY_SUPPORT = ("zero", "full", "error")
@@ -74,11 +74,11 @@ def _forward(
         call = _SupportCall(hidden, weight, bias, sampled_ids, support_ids, active, row_temperature, options)
         n = call.hidden.shape[0]
         with call.guard():
-            logprob, entropies, lse = (torch.empty(n, dtype=call.result_dtype, device=call.device) for _ in range(3))
-            valid = torch.empty(n, dtype=torch.bool, device=call.device)
+            logprob, entropies, lse = call.results(sampled_ids.shape)
+            valid = torch.empty(sampled_ids.shape, dtype=torch.bool, device=call.device)
             outputs = _core.SupportOutputs()
-            outputs.logprob, outputs.entropy, outputs.lse, outputs.valid = map(
-                _output_vector, (logprob, entropies, lse, valid)
+            outputs.logprob, outputs.entropy, outputs.lse, outputs.valid = (
+                _output_vector(result.view(-1)) for result in (logprob, entropies, lse, valid)
             )
             rank, ranks = distributed.rank_and_size(group)
             call.reserve(_core.Operation.forward if group is None else _core.Operation.forward_partial)
@@ -93,8 +93,7 @@ def _forward(
             _core.support_forward_partial(call.support, _output_matrix(state), call.execution)
             distributed.gather_rows("state", state, group, states)
             _core.support_combine(call.support, _matrix("states", states), outputs, call.execution)
-    shape = sampled_ids.shape
-    return logprob.view(shape), entropies.view(shape), lse.view(shape), valid.view(shape)
+    return logprob, entropies, lse, valid
 
 
 @_forward.register_fake
@@ -265,6 +264,8 @@ def support_logprobs(
     """
     if empty_support not in EMPTY_SUPPORT:
         raise ValueError(f"empty_support: expected one of {', '.join(EMPTY_SUPPORT)}, got {empty_support!r}")
+    _options.plain(ignore_index, valid_vocab, vocab_start, vocab_size, check, backend)
+    workspace = _options.workspace(workspace_bytes)
     _checks.head(
         hidden, weight, {"support_ids": support_ids, "sampled_ids": sampled_ids},
         {"bias": bias, "active": active, "trajectory_ids": trajectory_ids},
@@ -286,7 +287,7 @@ def support_logprobs(
     logprob, entropy, _, valid = _forward(
         hidden, weight, bias, sampled_ids, support_ids, active, row_temperature, *options.values(),
         "grad" if entropy_requires_grad else "metric", _checks.autocast_dtype(hidden),
-        workspace_bytes or 0, check, backend, distributed.group_name(group),
+        workspace, check, backend, distributed.group_name(group),
     )  # fmt: skip
     if empty_support != "zero":
         empty = (support_ids < 0).all(-1) & (sampled_ids != ignore_index)

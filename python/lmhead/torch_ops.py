@@ -117,6 +117,12 @@ class _Call:
             self.execution.set_stream(torch.cuda.current_stream(self.device).cuda_stream)
             self.execution.set_allow_tf32(torch.backends.cuda.matmul.allow_tf32)
 
+    def results(self, shape: torch.Size, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for log-prob, entropy and lse. In their final shape: what an operator returns may not be a view, or its
+        caller could not change it in place."""
+        shapes = (shape, shape if with_entropy else torch.Size((0,)), shape)
+        return tuple(torch.empty(s, dtype=self.result_dtype, device=self.device) for s in shapes)
+
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
@@ -185,12 +191,11 @@ def _forward(
         call = _Call(rows, weight, bias, targets, active, row_temperature, options)
         n = call.hidden.shape[0]
         with call.guard():
-            logprob, lse = (torch.empty(n, dtype=call.result_dtype, device=call.device) for _ in range(2))
-            entropies = torch.empty(0 if entropy == "off" else n, dtype=call.result_dtype, device=call.device)
+            logprob, entropies, lse = call.results(targets.shape, entropy != "off")
             outputs = _core.ForwardOutputs()
-            outputs.logprob, outputs.lse = _output_vector(logprob), _output_vector(lse)
+            outputs.logprob, outputs.lse = _output_vector(logprob.view(-1)), _output_vector(lse.view(-1))
             if entropy != "off":
-                outputs.entropy = _output_vector(entropies)
+                outputs.entropy = _output_vector(entropies.view(-1))
             rank, ranks = distributed.rank_and_size(group)
             if group is not None:
                 states = torch.empty((ranks * n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
@@ -211,8 +216,7 @@ def _forward(
             _core.forward_partial(call.problem, _output_matrix(state), call.execution)
             distributed.gather_rows("state", state, group, states)
             _core.combine(call.problem, _matrix("states", states), outputs, call.execution)
-    shape = targets.shape
-    return logprob.view(shape), entropies if entropy == "off" else entropies.view(shape), lse.view(shape), cache
+    return logprob, entropies, lse, cache
 
 
 @_forward.register_fake
@@ -554,6 +558,8 @@ def linear_logprobs(
         cache_bytes = 0  # no backward will come
     if compute_dtype is None:
         compute_dtype = _checks.autocast_dtype(hidden)
+    elif not isinstance(compute_dtype, torch.dtype):
+        raise TypeError(f"compute_dtype: expected a torch.dtype, got {compute_dtype!r}")
     arguments = (
         hidden, weight, bias, targets, active, row_temperature, weight_main_grad, temperature,
         None if softcap is None else _checks.number("softcap", softcap), _checks.number("logit_scale", logit_scale),

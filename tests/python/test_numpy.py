@@ -19,6 +19,14 @@ def plain(hidden, weight, targets, temperature=1.0, softcap=None, scale=1.0, bia
     return np.take_along_axis(logp, targets[..., None].astype(np.int64), -1)[..., 0], -(np.exp(logp) * logp).sum(-1)
 
 
+def field_of(array):
+    """The same values as a field of a structured array, whose steps are no multiple of an element."""
+    lines = array if array.ndim == 2 else array[:, None]
+    table = np.zeros(len(lines), [("values", array.dtype, lines.shape[1:]), ("odd", np.uint8)])
+    table["values"] = lines
+    return table["values"].reshape(array.shape) if array.ndim == 2 else table["values"][:, 0]
+
+
 @pytest.fixture
 def data():
     r = np.random.default_rng(1)
@@ -48,10 +56,26 @@ def test_strides_leading_dims_and_fp64(data):
     wide[:, :17] = weight
     assert np.array_equal(lmhead.linear_logprobs(np.asfortranarray(hidden), wide[:, :17], targets), want)
     assert np.array_equal(lmhead.linear_logprobs(hidden[::-1, ::2], weight, targets[::-1, ::2]), want[::-1, ::2])
+    assert np.array_equal(lmhead.linear_logprobs(hidden[0, ::-1], weight, targets[0, ::-1]), want[0, ::-1])
+    same = np.broadcast_to(hidden[0, 0], (5, 17))
+    assert np.array_equal(lmhead.linear_logprobs(same, weight, np.broadcast_to(targets[0, 0], 5)), [want[0, 0]] * 5)
+    rows, ids = field_of(hidden[0]), field_of(targets[0])
+    assert rows.strides[0] % 4 and ids.strides[0] % 8
+    assert np.array_equal(lmhead.linear_logprobs(rows, weight, ids), want[0])
+    bias = np.linspace(-1, 1, 41, dtype=np.float32)
+    odd, even = (lmhead.linear_logprobs(hidden, weight, targets, bias=b) for b in (field_of(bias), bias))
+    assert np.array_equal(odd, even)
     assert lmhead.linear_logprobs(hidden[0, 0], weight, targets[0, 0]).shape == ()
     assert lmhead.linear_logprobs(hidden[:0], weight, targets[:0]).shape == (0, 5)
     double = lmhead.linear_logprobs(hidden.astype(np.float64), weight.astype(np.float64), targets)
     assert double.dtype == np.float64 and np.abs(double - plain(hidden, weight, targets)[0]).max() <= 1e-12
+
+
+def test_temperatures_of_any_real_type(data):
+    hidden, weight, targets = data
+    want = lmhead.linear_logprobs(hidden, weight, targets, temperature=2.0)
+    for t in (np.full((3, 5), 2), np.full((3, 5), 2.0), np.full((3, 5), 2, ">f2"), np.array([2]), np.float16(2)):
+        assert np.array_equal(lmhead.linear_logprobs(hidden, weight, targets, temperature=t), want)
 
 
 def test_active_and_ignored_rows_are_zero(data):
@@ -76,6 +100,21 @@ def test_active_and_ignored_rows_are_zero(data):
         ({"weight": [[0.0]]}, TypeError, "weight: expected numpy.ndarray like hidden, got list"),
         ({"hidden": [[0.0]]}, TypeError, "hidden: expected torch.Tensor or numpy.ndarray, got list"),
         ({"temperature": 0.0}, ValueError, "temperature: expected a finite number > 0, got 0"),
+        ({"temperature": "1"}, TypeError, "temperature: expected a number, got str"),
+        ({"temperature": np.full((3, 5), 1j)}, TypeError, "temperature: expected real numbers, got complex128"),
+        ({"hidden": np.zeros((3, 5, 17), ">f4")}, TypeError, "hidden: expected this machine's byte order, got >f4"),
+        ({"weight": np.zeros((41, 17), ">f4")}, TypeError, "weight: expected this machine's byte order, got >f4"),
+        ({"weight": field_of(np.zeros((41, 17), np.float32))}, ValueError, "weight: expected steps of whole elements"),
+        ({"bias": np.zeros((41, 41), np.float32)}, ValueError, r"bias: expected \[41\], got \[41, 41\]"),
+        ({"softcap": "3"}, TypeError, "softcap: expected a number, got str"),
+        ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
+        ({"ignore_index": None}, TypeError, "ignore_index: expected an integer, got NoneType"),
+        ({"ignore_index": 2**63}, ValueError, "ignore_index: expected an integer within 64 bits, got 9223372036854775808"),
+        ({"valid_vocab": 3.0}, TypeError, "valid_vocab: expected an integer, got float"),
+        ({"check": "no"}, TypeError, "check: expected a bool or None, got str"),
+        ({"backend": None}, TypeError, "backend: expected a name, got NoneType"),
+        ({"out_of_vocab": ["zero"]}, ValueError, 'out_of_vocab: expected "error" or "zero"'),
+        ({"workspace_bytes": 2**64}, ValueError, "workspace_bytes: expected an integer within 64 bits"),
         ({"softcap": -1.0}, ValueError, "softcap: expected a finite number > 0, got -1"),
         ({"active": np.ones((3, 5))}, TypeError, "active: expected bool or an integer type"),
         ({"out_of_vocab": "ignore"}, ValueError, 'out_of_vocab: expected "error" or "zero"'),

@@ -119,6 +119,25 @@ def test_retained_graph_gives_the_same_numbers_twice():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("score", ["linear", "selected", "support"])
+def test_results_may_be_changed_in_place(score):
+    """As a trainer does that masks what it got."""
+    x, w, t, _ = make(leading=(3, 5))
+    if score == "linear":
+        results = lmhead.linear_logprobs(x, w, t, return_entropy=True)[:1]
+    elif score == "selected":
+        results = lmhead.selected_logprobs(x, w, t, t[..., None])
+    else:
+        results = lmhead.support_logprobs(x, w, torch.stack([t, t // 2], -1).int(), t)[:1]
+    mask = torch.arange(15).view(3, 5) % 2 > 0
+    want = [torch.autograd.grad(2 * r[mask].sum(), (x, w), retain_graph=True) for r in results]
+    for result in results:
+        result.mul_(2)
+        result[~mask] = 0
+    got = [torch.autograd.grad(r.sum(), (x, w), retain_graph=True) for r in results]
+    assert all(torch.equal(a, b) for g, s in zip(got, want, strict=True) for a, b in zip(g, s, strict=True))
+
+
 def test_double_backward_says_that_there_is_none():
     x, w, t, _ = make()
     (dx,) = torch.autograd.grad(lmhead.linear_logprobs(x, w, t).sum(), x, create_graph=True)
