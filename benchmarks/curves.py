@@ -80,7 +80,7 @@ def token_records(tokens: list[int], h: int, v: int, seconds: float, peers):
     data = sweep.Data([point])
     for n in tokens:
         p = sweep.Point("sweep_forward_backward", n, h, v)
-        runs = sweep.gradient_ways(p, data, *peers)
+        runs = sweep.gradient_ways(p, data, *peers, cache_bytes=0)
         ids, _, a, g = runs.pop("targets")()
         x, w = data.hidden(p).detach().requires_grad_(), data.weight(p).detach().requires_grad_()
         runs["torch_bf16"] = lambda: torch.autograd.grad(plain(x, w, ids, torch.bfloat16), (x, w), (a, g))
