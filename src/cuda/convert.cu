@@ -66,12 +66,6 @@ __global__ void store_kernel(const float* in, std::int64_t rows, Out* out, std::
   });
 }
 
-__global__ void add_kernel(const float* in, std::int64_t rows, float* out, std::int64_t out_stride, std::int64_t cols) {
-  for_each_row(rows, [&](std::int64_t i) {
-    for (std::int64_t j = threadIdx.x; j < cols; j += blockDim.x) out[i * out_stride + j] += in[i * cols + j];
-  });
-}
-
 template <class Out>
 __global__ void clear_kernel(Out* out, std::int64_t out_stride, std::int64_t rows, std::int64_t cols,
                              const RowTerms* terms) {
@@ -125,13 +119,6 @@ void store_rows(const float* in, std::int64_t n, const Matrix& out, const RowTer
     store_kernel<<<shape.grid, shape.block, 0, stream>>>(in, n, static_cast<Out*>(out.data), out.row_stride, out.cols,
                                                          terms, list, accumulate);
   });
-}
-
-void add_rows(const float* in, const Matrix& out, cudaStream_t stream) {
-  if (out.rows == 0 || out.cols == 0) return;
-  const RowShape shape = shape_for(out.rows, out.cols);
-  add_kernel<<<shape.grid, shape.block, 0, stream>>>(in, out.rows, static_cast<float*>(out.data), out.row_stride,
-                                                     out.cols);
 }
 
 void clear_inactive_rows(const Matrix& out, const RowTerms* terms, cudaStream_t stream) { clear(out, terms, stream); }

@@ -19,9 +19,6 @@ void gather_rows(const ConstMatrix& in, const Matrix& out, const RowTerms* terms
 void store_rows(const float* in, std::int64_t n, const Matrix& out, const RowTerms* terms, const RowList& list,
                 cudaStream_t stream, bool accumulate = false);
 
-/// out += in; both fp32, `in` [out.rows, out.cols] contiguous.
-void add_rows(const float* in, const Matrix& out, cudaStream_t stream);
-
 /// Zeros in the rows of out whose terms are inactive.
 void clear_inactive_rows(const Matrix& out, const RowTerms* terms, cudaStream_t stream);
 /// Zeros everywhere.

@@ -11,12 +11,8 @@ namespace lmhead {
 Status store_rows(const ConstMatrix& from, const Matrix& to, bool accumulate, const Execution& execution) {
 #if LMHEAD_HAS_CUDA
   if (execution.device == Device::kCuda) {
-    const auto* rows = static_cast<const float*>(from.data);
-    if (accumulate) {
-      cuda::add_rows(rows, to, cuda::stream_of(execution));
-    } else {
-      cuda::store_rows(rows, to.rows, to, nullptr, {}, cuda::stream_of(execution));
-    }
+    cuda::store_rows(static_cast<const float*>(from.data), to.rows, to, nullptr, {}, cuda::stream_of(execution),
+                     accumulate);
     return cuda::last_launch("hidden gradient");
   }
 #endif
