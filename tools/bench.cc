@@ -11,6 +11,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "checks.h"
 #include "commands.h"
 #include "device.h"
 #include "head_table.h"
@@ -216,9 +217,9 @@ void add_bench(CLI::App& app) {
       ->delimiter(',')
       ->check(one_of({"forward", "forward_backward"}));
   command->add_option("--head", o->head, "A name of shapes/heads.txt, such as smollm2-135m");
-  command->add_option("--hidden", o->hidden, "Hidden width H")->check(CLI::PositiveNumber);
-  command->add_option("--vocab", o->vocab, "Vocabulary V")->check(CLI::PositiveNumber);
-  command->add_option("--tokens", o->tokens, "Rows N")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--hidden", o->hidden, "Hidden width H")->check(integer_from(1));
+  command->add_option("--vocab", o->vocab, "Vocabulary V")->check(integer_from(1));
+  command->add_option("--tokens", o->tokens, "Rows N")->check(integer_from(1))->capture_default_str();
   command->add_option("--entropy", o->entropies, "off, metric, grad (several: they take turns)")
       ->delimiter(',')
       ->check(one_of({"off", "metric", "grad"}));
@@ -226,18 +227,18 @@ void add_bench(CLI::App& app) {
       ->check(one_of({"bfloat16", "float16", "float32"}))
       ->capture_default_str();
   command->add_option("--backend", o->backend, "A name from `lmhead info`, cuda or auto")->capture_default_str();
-  command->add_option("--threads", o->threads, "CPU threads (0: all)")->check(CLI::NonNegativeNumber);
-  command->add_option("--reps", o->reps, "Turns")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--threads", o->threads, "CPU threads (0: all)")->check(non_negative_int());
+  command->add_option("--reps", o->reps, "Turns")->check(positive_int())->capture_default_str();
   command->add_option("--active", o->active, "Shares of active rows, such as 1,0.64 (1 is dense)")
       ->delimiter(',')
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(number_from(0, 1, "SHARE"));
   command->add_option("--pattern", o->patterns, "Where active rows lie: suffix, runs, scattered")
       ->delimiter(',')
       ->check(one_of({"suffix", "runs", "scattered"}));
-  command->add_option("--tp", o->tp, "Vocabulary shards: measures one, of V / tp")->check(CLI::PositiveNumber);
-  command->add_option("--cp", o->cp, "Context shards: measures one, of N / cp")->check(CLI::PositiveNumber);
+  command->add_option("--tp", o->tp, "Vocabulary shards: measures one, of V / tp")->check(integer_from(1));
+  command->add_option("--cp", o->cp, "Context shards: measures one, of N / cp")->check(integer_from(1));
   command->add_option("--workspace-mib", o->workspace_mib, "Workspace budget (0: the backend's default)")
-      ->check(CLI::NonNegativeNumber);
+      ->check(number_from(0, 0x1p40, "NONNEGATIVE"));
   command->add_option(
       "--baseline", o->baseline,
       "Command of another way to do the same, such as 'python3 benchmarks/torch_plain.py': called with --op, "

@@ -20,7 +20,7 @@ const std::vector<std::string> kFloatTypes = {"F32", "BF16", "F16"};
 
 json read_json(const fs::path& path) {
   std::ifstream file(path);
-  if (!file) throw bad_input(path.string() + ": cannot read it");
+  if (!file || fs::is_directory(path)) throw bad_input(path.string() + ": cannot read it");
   try {
     json value = json::parse(file);
     if (value.is_object()) return value;

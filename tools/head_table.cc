@@ -29,7 +29,7 @@ Head find_head(const std::string& name) {
 }  // namespace
 
 Head head_or_sizes(const std::string& name, std::int64_t hidden, std::int64_t vocab) {
-  if (name.empty() == (hidden == 0 || vocab == 0))
+  if (name.empty() ? hidden == 0 || vocab == 0 : hidden != 0 || vocab != 0)
     throw bad_input("--head: expected a name, or --hidden and --vocab, and not both");
   return name.empty() ? Head{hidden, vocab, {}, 1.0} : find_head(name);
 }

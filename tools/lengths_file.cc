@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
 #include <fstream>
 #include <iostream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string_view>
@@ -31,7 +33,7 @@ class Lines {
       if (!line.empty() && line.back() == '\r') line.pop_back();
       if (line.find_first_not_of(" \t") != std::string::npos) return true;
     }
-    if (in.bad()) throw failed(fmt::format("{}: read error", name_));
+    if (in.bad() || (!file_.is_open() && std::ferror(stdin) != 0)) throw failed(fmt::format("{}: read error", name_));
     return false;
   }
   CommandError wrong(const std::string& expected, const std::string& got) const {
@@ -96,9 +98,11 @@ std::vector<std::int64_t> read_lengths(const std::string& path) {
   } else if (ends_with(path, ".jsonl")) {
     while (lines.next(line)) {
       const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
-      if (!object.is_object() || !object.contains("length") || !object["length"].is_number_integer())
+      const nlohmann::json length = object.is_object() ? object.value("length", nlohmann::json()) : nlohmann::json();
+      constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
+      if (!length.is_number_integer() || (length.is_number_unsigned() && length.get<std::uint64_t>() > kMost))
         throw lines.wrong("an object with an integer \"length\"", line.size() > 60 ? line.substr(0, 60) + "..." : line);
-      lengths.push_back(object["length"].get<std::int64_t>());
+      lengths.push_back(length.get<std::int64_t>());
     }
   } else {
     while (lines.next(line)) lengths.push_back(parse<std::int64_t>(lines, line, kInteger));

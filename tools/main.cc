@@ -1,8 +1,12 @@
 // The `lmhead` command: exit 0 done, 1 failed while running, 2 bad usage or input, 130 interrupted.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <string>
 
 #include "commands.h"
 #include "lmhead/lmhead.h"
@@ -14,10 +18,18 @@ int report(int code, const char* message) {
   return code;
 }
 
+/// A file opened later must not get the number of a standard stream that the caller closed: what is meant for the
+/// stream would end up in it. Writing to stdout goes on failing, since results would be lost.
+void reserve_standard_streams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(fd, F_GETFD) < 0) static_cast<void>(::open("/dev/null", fd == STDOUT_FILENO ? O_RDONLY : O_WRONLY));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace lmhead::tools;
+  reserve_standard_streams();
   CLI::App app("Per-token log-probability and policy entropy of a language model's head, without the logits.",
                "lmhead");
   app.set_version_flag("--version", std::string("lmhead ") + lmhead::version());
@@ -32,6 +44,16 @@ int main(int argc, char** argv) {
   add_info(app);
   add_pack(app);
   add_tune(app);
+
+  if (argc > 1 && argv[1][0] != '-') {
+    std::string names;
+    bool known = false;
+    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+      known = known || command->get_name() == argv[1];
+      names += (names.empty() ? "" : ", ") + command->get_name();
+    }
+    if (!known) return report(kExitBadInput, ("expected one of " + names + ", got " + argv[1]).c_str());
+  }
 
   try {
     app.parse(argc, argv);

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 #include "commands.h"
 
@@ -81,13 +82,28 @@ void OutputFile::commit() {
   temporaries[slot_] = nullptr;
 }
 
+bool same_path(const std::string& a, const std::string& b) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  if (fs::equivalent(a, b, error)) return true;
+  const fs::path whole_a = fs::weakly_canonical(fs::absolute(a, error), error);
+  const fs::path whole_b = fs::weakly_canonical(fs::absolute(b, error), error);
+  return !whole_a.empty() && whole_a == whole_b;
+}
+
+void require_other_file(const std::string& output, const std::string& input, const std::string& what) {
+  std::error_code error;
+  if (!output.empty() && !input.empty() && std::filesystem::equivalent(output, input, error))
+    throw bad_input(output + ": expected an output file other than " + what);
+}
+
 void remove_on_interrupt() {
   struct sigaction action {};
   action.sa_handler = remove_and_exit;
   ::sigfillset(&action.sa_mask);
-  for (const int signal : {SIGINT, SIGTERM}) {
+  for (const int signal : {SIGHUP, SIGINT, SIGTERM}) {
     struct sigaction before {};
-    // A shell's background job ignores SIGINT and shall go on doing so.
+    // A shell's background job ignores SIGINT, nohup's SIGHUP, and shall go on doing so.
     if (::sigaction(signal, nullptr, &before) == 0 && before.sa_handler != SIG_IGN)
       ::sigaction(signal, &action, nullptr);
   }

@@ -28,8 +28,13 @@ class OutputFile {
   int slot_ = -1;
 };
 
-/// From here on SIGINT and SIGTERM remove all uncommitted files and end the process at once, with
-/// exit code 130 or 143.
+/// Whether both name one file, or would: of those that do not exist yet the spellings are compared.
+bool same_path(const std::string& a, const std::string& b);
+/// Throws bad input if `output` is the file `input`, which is `what`: the rename would destroy it. Either may be "".
+void require_other_file(const std::string& output, const std::string& input, const std::string& what);
+
+/// From here on SIGHUP, SIGINT and SIGTERM remove all uncommitted files and end the process at once, with
+/// exit code 129, 130 or 143.
 void remove_on_interrupt();
 
 }  // namespace lmhead::tools

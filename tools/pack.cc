@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "checks.h"
 #include "commands.h"
 #include "lengths_file.h"
 #include "lmhead/layout.h"
@@ -75,6 +76,8 @@ nlohmann::ordered_json report(const Options& options, const PackingOptions& pack
 
 void run(const Options& options) {
   const PackingOptions packing = packing_options(options);
+  for (const std::string* input : {&options.lengths, &options.quantiles})
+    require_other_file(options.plot, *input, "the lengths");
   const std::vector<std::int64_t> lengths = input(options);
   std::optional<OutputFile> plot;
   if (!options.plot.empty()) {
@@ -136,7 +139,7 @@ void add_pack(CLI::App& app) {
   command->add_option("--seed", options->seed, "Seed of the draw (0)")->needs(quantiles);
   quantiles->needs(set)->needs(count);
   command->add_flag("--json", options->json, "One JSON object on stdout, with the bins");
-  command->add_option("--plot", options->plot, "Write a picture of the bins to this .svg file");
+  command->add_option("--plot", options->plot, "Write a picture of the bins to this .svg file")->check(not_empty());
   command->callback([options] { run(*options); });
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -179,7 +180,7 @@ struct Page {
 
 std::vector<std::string> read_tokens(const std::string& path, std::int64_t rows) {
   std::ifstream file(path);
-  if (!file) throw bad_input(path + ": cannot read it");
+  if (!file || std::filesystem::is_directory(path)) throw bad_input(path + ": cannot read it");
   nlohmann::json json;
   try {
     json = nlohmann::json::parse(file);

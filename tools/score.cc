@@ -5,11 +5,11 @@
 
 #include <chrono>
 #include <cmath>
-#include <filesystem>
 #include <memory>
 #include <optional>
 
 #include "batch_file.h"
+#include "checks.h"
 #include "commands.h"
 #include "device.h"
 #include "head_file.h"
@@ -138,12 +138,12 @@ void check_results(const Batch& batch, const Scores& scores) {
 }
 
 void check_paths(const Options& options) {
-  namespace fs = std::filesystem;
-  std::error_code error;
-  for (const std::string* output : {&options.out, &options.html})
-    if (!output->empty() && fs::equivalent(*output, options.batch, error))
-      throw bad_input(*output + ": expected an output file other than the batch");
-  if (!options.out.empty() && options.out == options.html)
+  for (const std::string* output : {&options.out, &options.html}) {
+    require_other_file(*output, options.batch, "the batch");
+    require_other_file(*output, options.model, "the model");
+    require_other_file(*output, options.tokens, "--tokens");
+  }
+  if (!options.out.empty() && same_path(options.out, options.html))
     throw bad_input("--html: expected a file other than that of --out, got " + options.html);
   if (!options.tokens.empty() && options.html.empty()) throw bad_input("--tokens: expected together with --html");
 }
@@ -153,6 +153,7 @@ void score(Options options) {
   if (!options.html.empty()) options.entropy = true;  // the report shows both
   const Batch batch = read_batch(options.batch);
   const Head head = open_head(options.model, options.tensor);
+  for (const std::string* output : {&options.out, &options.html}) require_other_file(*output, head.path, "the model");
   if (head.weight.cols != batch.hidden.cols)
     throw bad_input(fmt::format("{}: hidden: expected [N, {}] to match {} [{}, {}], got [{}, {}]", options.batch,
                                 head.weight.cols, head.name, head.weight.rows, head.weight.cols, batch.rows(),
@@ -221,12 +222,15 @@ void add_score(CLI::App& app) {
   command->add_option("--valid-vocab", options->valid_vocab, "Rows of the weight beyond it are padding");
   command->add_flag("--entropy", options->entropy, "Compute entropy too");
   command->add_option("--backend", options->backend, "auto, cuda, or a name that `lmhead info` lists (auto)");
-  command->add_option("--threads", options->threads, "CPU threads, 0 for all (0)")->check(CLI::NonNegativeNumber);
-  command->add_option("--out", options->out, "Write logprob (and entropy) [N] F32 to this .safetensors file");
+  command->add_option("--threads", options->threads, "CPU threads, 0 for all (0)")->check(non_negative_int());
+  command->add_option("--out", options->out, "Write logprob (and entropy) [N] F32 to this .safetensors file")
+      ->check(not_empty());
   command->add_flag("--json{sequences}", options->json, "JSON lines on stdout; --json=tokens adds a line a token")
       ->check(CLI::IsMember({"sequences", "tokens"}));
-  command->add_option("--html", options->html, "Write a report with coloured tokens (implies --entropy)");
-  command->add_option("--tokens", options->tokens, "tokens.json, the N token strings, for the report");
+  command->add_option("--html", options->html, "Write a report with coloured tokens (implies --entropy)")
+      ->check(not_empty());
+  command->add_option("--tokens", options->tokens, "tokens.json, the N token strings, for the report")
+      ->check(not_empty());
   command->callback([options] { score(*options); });
 }
 

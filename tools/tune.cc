@@ -7,6 +7,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "checks.h"
 #include "commands.h"
 #include "device.h"
 #include "head_table.h"
@@ -94,12 +95,12 @@ void add_tune(CLI::App& app) {
   auto o = std::make_shared<Options>();
   const auto one_of = [](std::vector<std::string> names) { return CLI::IsMember(std::move(names)); };
   command->add_option("--head", o->head, "A name of shapes/heads.txt, such as nemotron-super");
-  command->add_option("--hidden", o->hidden, "Hidden width H")->check(CLI::PositiveNumber);
-  command->add_option("--vocab", o->vocab, "Vocabulary V")->check(CLI::PositiveNumber);
+  command->add_option("--hidden", o->hidden, "Hidden width H")->check(integer_from(1));
+  command->add_option("--vocab", o->vocab, "Vocabulary V")->check(integer_from(1));
   command->add_option("--tokens", o->tokens, "Rows N; several: each is tuned (default: 2048,8192,16384,32768 on a GPU)")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber);
-  command->add_option("--tp", o->tp, "Vocabulary shards: tunes for one, of V / tp")->check(CLI::PositiveNumber);
+      ->check(integer_from(1));
+  command->add_option("--tp", o->tp, "Vocabulary shards: tunes for one, of V / tp")->check(integer_from(1));
   command->add_option("--entropy", o->entropy, "off, metric, grad")
       ->check(one_of({"off", "metric", "grad"}))
       ->capture_default_str();
@@ -107,9 +108,9 @@ void add_tune(CLI::App& app) {
       ->check(one_of({"bfloat16", "float16", "float32"}))
       ->capture_default_str();
   command->add_option("--backend", o->backend, "A name from `lmhead info`, cuda or auto")->capture_default_str();
-  command->add_option("--threads", o->threads, "CPU threads (0: all)")->check(CLI::NonNegativeNumber);
+  command->add_option("--threads", o->threads, "CPU threads (0: all)")->check(non_negative_int());
   command->add_option("--seconds", o->seconds, "Time for measuring, about")
-      ->check(CLI::PositiveNumber)
+      ->check(number_from(0, 1e9, "POSITIVE", true))
       ->capture_default_str();
   command->add_flag("--inference-only", o->inference_only, "Tune the forward alone");
   command->add_flag("--dry-run", o->dry_run, "Measure and print, save nothing");

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "checks.h"
 #include "commands.h"
 #include "device.h"
 #include "testing/check.h"
@@ -126,7 +127,8 @@ void add_verify(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("verify", "Checks every backend of this machine against fp64 and prints the errors");
   auto options = std::make_shared<Options>();
-  command->add_option("--backend", options->backend, "Only this one: a name from `lmhead info`, or cuda");
+  command->add_option("--backend", options->backend, "Only this one: a name from `lmhead info`, or cuda")
+      ->check(not_empty());
   command->add_flag("--json", options->json, "One JSON record a case on stdout");
   command->callback([options] { verify(*options); });
 }

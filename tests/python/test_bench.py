@@ -35,7 +35,12 @@ def test_masks_and_entropies_take_turns_with_what_they_are_compared_with():
         (("--cp", 3), "--cp: expected a divisor of --tokens 256, got 3"),
         (("--tp", 3), "--tp: expected a divisor of the vocabulary 4096, got 3"),
         (("--backend", "tpu"), "--backend: expected one of"),
-        (("--active", 1.5), "--active"),
+        (("--active", 1.5), "--active: expected a number in [0, 1], got 1.5"),
+        (("--active", "1,nan"), "--active: expected a number in [0, 1], got nan"),
+        (("--workspace-mib", "nan"), "--workspace-mib: expected a number in [0, 1099511627776], got nan"),
+        (("--reps", 0), "--reps: expected an integer in [1, 2147483647], got 0"),
+        (("--threads", 1 << 31), "--threads: expected an integer in [0, 2147483647], got 2147483648"),
+        (("--head", "gpt2"), "--head: expected a name, or --hidden and --vocab, and not both"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -1,6 +1,7 @@
 """`lmhead pack`: inputs, output, alignment options, plot, errors."""
 
 import json
+import os
 import pathlib
 
 import command
@@ -90,7 +91,21 @@ def test_broken_files(tmp_path):
         ("a.tsv", "", "a.tsv:0: expected a header"),
         ("a.jsonl", '{"length": 3}\n{"length": 3.5}\n', "a.jsonl:2: expected an object with an integer"),
         ("a.jsonl", "{\n", "a.jsonl:1: expected an object"),
+        ("a.jsonl", '{"length": 18446744073709551615}\n', "a.jsonl:1: expected an object with an integer"),
     ]:
         (tmp_path / name).write_text(text)
         done = command.run("pack", tmp_path / name, "--capacity", 100)
         assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_plot_may_not_replace_the_lengths(tmp_path):
+    lengths = tmp_path / "a.txt"
+    lengths.write_text("3\n")
+    done = command.run("pack", lengths, "--capacity", 100, "--plot", f"{tmp_path}/./a.txt")
+    assert done.returncode == 2 and "expected an output file other than the lengths" in done.stderr
+    assert lengths.read_text() == "3\n" and list(tmp_path.iterdir()) == [lengths]
+
+
+def test_a_closed_stdin_is_not_an_empty_list():
+    done = command.run("pack", "-", "--capacity", 100, preexec_fn=lambda: os.close(0))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "lmhead: stdin: read error\n")

@@ -183,7 +183,7 @@ def test_broken_model(files, fault, binary):
         (["--valid-vocab", "51"], "--valid-vocab: expected in [1, 50], got 51"),
         (["--valid-vocab", "1"], "input_ids: expected ids in [0, 1)"),
         (["--backend", "nothing"], "--backend: expected one of auto, cuda, "),
-        (["--threads", "-1"], "--threads"),
+        (["--threads", "-1"], "--threads: expected an integer in [0, 2147483647], got -1"),
         (["--json=xml"], "--json"),
         (["--colour"], "--colour"),
     ],
@@ -199,10 +199,14 @@ def test_bad_options(files, flags, message):
         ("{}", "expected a list of 9 strings (the rows of hidden), got object"),
         ('["a"]', "expected a list of 9 strings (the rows of hidden), got 1"),
         ('["a", 1, "", "", "", "", "", "", ""]', "expected strings, got 1 at 1"),
+        (None, "tokens.json: cannot read it"),
     ],
 )
 def test_bad_tokens(files, content, message):
-    (files / "tokens.json").write_text(content)
+    if content is None:
+        (files / "tokens.json").mkdir()
+    else:
+        (files / "tokens.json").write_text(content)
     check(files, message, "--tokens", files / "tokens.json")
 
 
@@ -245,6 +249,7 @@ def test_missing_files(tmp_path, files):
     assert done.returncode == 2 and "expected a regular file" in done.stderr
     assert command.run("score").returncode == 2
     assert command.run().returncode == 2
+    assert command.run("scores").stderr.startswith("lmhead: expected one of score, bench, ")
     assert command.run("--help").returncode == 0
 
 
@@ -253,6 +258,40 @@ def test_unwritable_outputs(files):
     check(files, "expected a file other than that of --out", outputs=("same", "same"))
     check(files, "expected an output file other than the batch", outputs=("batch.safetensors", "report.html"))
     check(files, "expected a regular file or none to write to", outputs=("/dev/null", "report.html"))
+    check(files, "--html: expected a file other than that of --out", outputs=("same", "./same"))
+    done = command.run("score", files / "batch.safetensors", "--model", files / "model.safetensors", "--out", "")
+    assert done.returncode == 2 and "--out: expected a value, got nothing" in done.stderr
+
+
+def test_inputs_are_never_replaced(files):
+    """A rename onto the weights would leave the user without them."""
+    model = files / "model.safetensors"
+    (files / "tokens.json").write_text(json.dumps(["a"] * N))
+    inputs = {p: p.read_bytes() for p in files.iterdir()}
+    check(files, "expected an output file other than the model", outputs=("model.safetensors", "report.html"))
+    tokens = ("--tokens", files / "tokens.json")
+    check(files, "expected an output file other than --tokens", *tokens, outputs=("scores", "tokens.json"))
+    done = command.run("score", files / "batch.safetensors", "--model", files, "--out", model)
+    assert done.returncode == 2  # two .safetensors files: no model folder
+    (files / "folder").mkdir()
+    inside = files / "folder" / "model.safetensors"
+    os.link(model, inside)
+    done = command.run("score", files / "batch.safetensors", "--model", files / "folder", "--out", inside)
+    assert done.returncode == 2 and "expected an output file other than the model" in done.stderr
+    assert {p: p.read_bytes() for p in inputs} == inputs
+
+
+def test_closed_streams_do_not_end_up_in_files(files):
+    """Without a stderr its number would go to the next file that is opened."""
+    batch, model, out = files / "batch.safetensors", files / "model.safetensors", files / "scores.safetensors"
+    st.write(batch, BATCH | dict(extra=IDS))  # a note on stderr
+    assert command.run("score", batch, "--model", model, "--out", out).stderr.startswith("lmhead: note: ")
+    want = out.read_bytes()
+    out.unlink()
+    done = command.run("score", batch, "--model", model, "--out", out, preexec_fn=lambda: (os.close(0), os.close(2)))
+    assert done.returncode == 0 and out.read_bytes() == want
+    done = command.run("score", batch, "--model", model, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 1 and "stdout: cannot write the results" in done.stderr
 
 
 def test_overflow_is_not_a_score(files):
@@ -269,7 +308,7 @@ def test_failure_keeps_the_old_file(files):
     assert (files / "scores.safetensors").read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_interrupt_leaves_nothing(tmp_path, number, code):
     r = np.random.default_rng(7)
     n, h, v = 4096, 512, 20000

@@ -1,0 +1,45 @@
+// Checks of single command-line values. The message says what was expected and what was got.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+namespace lmhead::tools {
+
+/// An integer in [least, most]; CLI11 alone cuts larger ones to the widest.
+inline CLI::Validator integer_from(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max()) {
+  const auto check = [least, most](const std::string& text) {
+    std::int64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error == std::errc{} && end == text.data() + text.size() && value >= least && value <= most)
+      return std::string();
+    return fmt::format("expected an integer in [{}, {}], got {}", least, most, text);
+  };
+  return {check, least > 0 ? "POSITIVE" : "NONNEGATIVE"};
+}
+inline CLI::Validator positive_int() { return integer_from(1, std::numeric_limits<int>::max()); }
+inline CLI::Validator non_negative_int() { return integer_from(0, std::numeric_limits<int>::max()); }
+
+/// A finite number in [least, most], or in (least, most] with `open`. CLI11's ranges let NaN pass.
+inline CLI::Validator number_from(double least, double most, const char* name, bool open = false) {
+  const auto check = [=](const std::string& text) {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && (open ? value > least : value >= least) && value <= most)
+      return std::string();
+    return fmt::format("expected a number in {}{}, {}], got {}", open ? '(' : '[', least, most, text);
+  };
+  return {check, name};
+}
+
+/// "" would be taken for the option left out, as `--out "$UNSET"` gives it.
+inline CLI::Validator not_empty() {
+  return {[](const std::string& text) { return std::string(text.empty() ? "expected a value, got nothing" : ""); }, ""};
+}
+
+}  // namespace lmhead::tools
