@@ -236,7 +236,8 @@ class Backward {
     row_ = row;
     column_ = column;
     LMHEAD_RETURN_IF_ERROR(tiling_.products());
-    logit_gradients(tiling_.logits(), r_.compute, !in_.dentropy.absent(), tiles_.terms, stream_);
+    logit_gradients(tiling_.logits(), r_.compute, !in_.dentropy.absent(), columns == r_.valid_vocab, tiles_.terms,
+                    stream_);
     if (!in_.selected.absent())
       add_selected({tiles_.products, tiling_.dl_stride(), r_.compute, rows, column, end,
                     static_cast<float>(r_.given.logit_scale), static_cast<float>(r_.given.softcap.value_or(0.0))},

@@ -126,15 +126,36 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
+/// The lse of a row whose columns are all in the tile. The saved one is rounded to fp32, an error that every p of the
+/// row has alike and that a gradient shows whole: the sum of p says how much it is. More than roundings of lse and
+/// logits explain is not corrected: lse is then not that of these columns (or not finite).
+__device__ double whole_row_lse(const LogitTile& tile, const float* from, const RowTerms& row) {
+  __shared__ double of_warp[kThreads / kWarp];
+  const int thread = static_cast<int>(threadIdx.x);
+  const double lse = row.lse;
+  double sum = 0;
+  for (std::int64_t j = thread; j < tile.end - tile.begin; j += kThreads) {
+    const float z = finish_logit<double>(tile, from[j], tile.begin + j, row.inverse_temperature).z;
+    sum += std::exp2((z - lse) * kLog2E<double>);
+  }
+  sum = warp_sum(sum);
+  __syncthreads();  // the row before has been read
+  if (thread % kWarp == 0) of_warp[thread / kWarp] = sum;
+  __syncthreads();
+  sum = 0;
+  for (const double part : of_warp) sum += part;
+  const double rest = std::log(sum);
+  return std::abs(rest) <= 0x1p-20 * std::fmax(1.0, std::abs(lse)) ? lse + rest : lse;
+}
+
 /// dl for one element, see lmhead.h. p log p -> 0 at p = 0: a -inf logit would give 0 * -inf.
 /// An fp32 dl is computed in fp64 and so rounded once: an exp that errs by a few units errs the same way for
 /// all columns of a flat row. Beside an fp32 product that costs nothing. 16-bit rounding hides it.
-template <class T, bool kEntropy>
+template <class T, bool kEntropy, class Real>
 __device__ __forceinline__ T logit_gradient(const LogitTile& tile, float product, std::int64_t column,
-                                            const RowTerms& row) {
-  using Real = std::conditional_t<std::is_same_v<T, float>, double, float>;
+                                            const RowTerms& row, Real lse) {
   const Logit<Real> logit = finish_logit<Real>(tile, product, column, row.inverse_temperature);
-  const Real a = row.a, log_p = Real(logit.z) - Real(row.lse);
+  const Real a = row.a, log_p = Real(logit.z) - lse;
   const Real p = std::exp2(log_p * kLog2E<Real>);
   // 1 - p by expm1: at p -> 1 the difference of two rounded numbers would keep no digit.
   Real dz = column == row.target ? -a * std::expm1(log_p) : -a * p;
@@ -152,13 +173,18 @@ struct alignas(8 * sizeof(T)) Eight {
 /// same size, so its writes end where the reads of this and earlier rounds have been; the barrier makes
 /// "have been" true.
 template <class T, bool kEntropy>
-__global__ void __launch_bounds__(kThreads) logit_gradients_kernel(LogitTile tile, const RowTerms* terms) {
+__global__ void __launch_bounds__(kThreads)
+    logit_gradients_kernel(LogitTile tile, [[maybe_unused]] bool whole, const RowTerms* terms) {
+  using Real = std::conditional_t<std::is_same_v<T, float>, double, float>;
   constexpr int kVector = 8;
   const std::int64_t columns = tile.end - tile.begin;
   for (std::int64_t i = blockIdx.x; i < tile.rows; i += gridDim.x) {
     const RowTerms row = terms[i];
     const float* from = tile.products + i * tile.stride;
     T* to = reinterpret_cast<T*>(tile.products + i * tile.stride);
+    Real lse = row.lse;
+    if constexpr (std::is_same_v<T, float>)
+      if (whole && row.active != 0) lse = whole_row_lse(tile, from, row);
     for (std::int64_t base = 0; base < columns; base += kVector * kThreads) {
       const std::int64_t j = base + std::int64_t{threadIdx.x} * kVector;
       Eight<T> out;
@@ -168,8 +194,8 @@ __global__ void __launch_bounds__(kThreads) logit_gradients_kernel(LogitTile til
         *reinterpret_cast<float4*>(in + 4) = *reinterpret_cast<const float4*>(from + j + 4);
 #pragma unroll
         for (int k = 0; k < kVector; ++k)
-          out.v[k] =
-              j + k < columns ? logit_gradient<T, kEntropy>(tile, in[k], tile.begin + j + k, row) : from_float<T>(0.0f);
+          out.v[k] = j + k < columns ? logit_gradient<T, kEntropy>(tile, in[k], tile.begin + j + k, row, lse)
+                                     : from_float<T>(0.0f);
       } else {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) out.v[k] = from_float<T>(0.0f);
@@ -222,15 +248,16 @@ template void segment_states<float>(const LogitTile&, const SegmentGrid&, std::i
 template void segment_states<double>(const LogitTile&, const SegmentGrid&, std::int64_t, const RowTerms*,
                                      SoftmaxStateT<double>*, cudaStream_t);
 
-void logit_gradients(const LogitTile& tile, DType dtype, bool entropy, const RowTerms* terms, cudaStream_t stream) {
+void logit_gradients(const LogitTile& tile, DType dtype, bool entropy, bool whole, const RowTerms* terms,
+                     cudaStream_t stream) {
   if (tile.rows == 0 || tile.begin == tile.end) return;
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const unsigned blocks = grid_for(tile.rows, 1);
     if (entropy) {
-      logit_gradients_kernel<T, true><<<blocks, kThreads, 0, stream>>>(tile, terms);
+      logit_gradients_kernel<T, true><<<blocks, kThreads, 0, stream>>>(tile, whole, terms);
     } else {
-      logit_gradients_kernel<T, false><<<blocks, kThreads, 0, stream>>>(tile, terms);
+      logit_gradients_kernel<T, false><<<blocks, kThreads, 0, stream>>>(tile, whole, terms);
     }
   });
 }

@@ -29,8 +29,10 @@ void segment_states(const LogitTile& tile, const SegmentGrid& grid, std::int64_t
 
 /// Replaces the products of each row by dl rounded once to `dtype`, in place: row i then starts at the same
 /// address and holds end - begin elements of dtype. Inactive rows become zero.
-/// `entropy`: the rows' g counts; false runs no entropy arithmetic at all.
-void logit_gradients(const LogitTile& tile, DType dtype, bool entropy, const RowTerms* terms, cudaStream_t stream);
+/// `entropy`: the rows' g counts; false runs no entropy arithmetic at all. `whole`: the tile holds every column that
+/// is not padding, so that fp32 rows sum their p to make up for the rounding of lse.
+void logit_gradients(const LogitTile& tile, DType dtype, bool entropy, bool whole, const RowTerms* terms,
+                     cudaStream_t stream);
 
 /// Slices of rows that column_sums adds separately before it adds the slices in order.
 std::int64_t column_slices(std::int64_t rows);
