@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _core, _options, distributed, torch_ops
+from . import _checks, _core, _options, _reported, distributed, torch_ops
 from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
 
 # As torch_ops._OPTIONS: plain values in the order of the operator's schema.
@@ -212,6 +212,7 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 _backward.register_autograd(torch_ops._no_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
+@_reported
 def selected_logprobs(
     hidden: Tensor,
     weight: Tensor,

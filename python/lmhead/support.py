@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _core, _options, distributed, torch_ops
+from . import _checks, _core, _options, _reported, distributed, torch_ops
 from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
 
 EMPTY_SUPPORT = ("zero", "full", "error")
@@ -208,6 +208,7 @@ def _second_in_trajectory(rows: Tensor, trajectory_ids: Tensor) -> None:
         )
 
 
+@_reported
 def support_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -202,9 +202,16 @@ def fault(kind: str) -> str:
             options["entropy_requires_grad"] = True
         elif kind == "dtype":
             targets = targets.float()
-    message = "no error"
+    message, w = "no error", d["w"][start : start + size]
+    ids = d["targets"].view(5, 1).int()
+    odd = dist.get_rank() == 1
     try:
-        lmhead.linear_logprobs(x, d["w"][start : start + size], targets, **options)
+        if kind == "selected":
+            lmhead.selected_logprobs(x, w, targets, ids, valid_vocab=24.0 if odd else 24, **options)
+        elif kind == "support":
+            lmhead.support_logprobs(x, w, ids, targets[:4] if odd else targets, **options)
+        else:
+            lmhead.linear_logprobs(x, w, targets, **options)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
     lmhead.linear_logprobs(d["x"], d["w"][start : start + size], d["targets"], **good)

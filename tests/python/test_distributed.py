@@ -20,6 +20,8 @@ FAULTS = {
     "options": "ranks disagree on temperature: expected the same on all ranks, got 1 on rank 0 and 2 on rank 1",
     "flags": "entropy_requires_grad",
     "dtype": "targets: expected int32 or int64, got float32",
+    "selected": "valid_vocab: expected an integer, got float",
+    "support": "sampled_ids: expected [5] to match hidden [5, 8], got [4]",
 }
 PACKED_FAULTS = {
     "target": "targets: expected ids in [0, 24)",
