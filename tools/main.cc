@@ -25,11 +25,8 @@ void reserve_standard_streams() {
     if (::fcntl(fd, F_GETFD) < 0) static_cast<void>(::open("/dev/null", fd == STDOUT_FILENO ? O_RDONLY : O_WRONLY));
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   using namespace lmhead::tools;
-  reserve_standard_streams();
   CLI::App app("Per-token log-probability and policy entropy of a language model's head, without the logits.",
                "lmhead");
   app.set_version_flag("--version", std::string("lmhead ") + lmhead::version());
@@ -60,6 +57,18 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     const bool asked_for_help = app.exit(error) == 0;
     return asked_for_help ? kExitDone : kExitBadInput;
+  }
+  if (std::fflush(stdout) != 0) return report(kExitFailed, "stdout: cannot write the results");
+  return kExitDone;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using namespace lmhead::tools;
+  reserve_standard_streams();
+  try {
+    return run(argc, argv);
   } catch (const CommandError& error) {
     return report(error.code(), error.what());
   } catch (const std::bad_alloc&) {
@@ -67,6 +76,4 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     return report(kExitFailed, error.what());
   }
-  if (std::fflush(stdout) != 0) return report(kExitFailed, "stdout: cannot write the results");
-  return kExitDone;
 }

@@ -106,8 +106,8 @@ std::shared_ptr<const Kernel> kernel_for(const GemmShape& shape) {
 void transpose(const std::uint16_t* in, std::int64_t stride, std::int64_t rows, std::int64_t cols, std::uint16_t* out) {
   typedef std::uint16_t Eight __attribute__((vector_size(16)));
   const auto interleave = [](Eight a, Eight b, Eight& low, Eight& high) {
-    low = __builtin_shuffle(a, b, Eight{0, 8, 1, 9, 2, 10, 3, 11});
-    high = __builtin_shuffle(a, b, Eight{4, 12, 5, 13, 6, 14, 7, 15});
+    low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
   };
   const std::int64_t whole_rows = rows / 8 * 8, whole_cols = cols / 8 * 8;
   for (std::int64_t i = 0; i < whole_rows; i += 8)
