@@ -24,6 +24,9 @@ namespace {
 /// The forward's whole workspace stays below this, whatever the budget.
 constexpr std::size_t kForwardBytes = std::size_t{128} << 20;
 constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 2 * kTileColumns;
+/// A forward tile of so few rows is copied and padded. Read in place, its other rows lie outside the tensor, and TMA
+/// fills them slower than it loads them (docs/kernels.md).
+constexpr std::int64_t kPaddedRows = 64;
 
 Status unsupported(const std::string& why) { return {StatusCode::kUnsupported, why}; }
 
@@ -137,7 +140,7 @@ struct ForwardLayout {
   Common common;
   std::int64_t *whole_counts, *gathered_counts;
   int* tickets;      ///< of the whole chunks, then of the gathered ones
-  std::byte* chunk;  ///< states of one chunk, then its gathered rows
+  std::byte* chunk;  ///< states of one chunk, then its gathered rows or the tile of few rows
   std::size_t bytes;
 
   int wholes() const { return static_cast<int>(ceil_div(range, whole_rows)); }
@@ -163,6 +166,10 @@ struct ForwardLayout {
     l.chunk = w.take<std::byte>(std::max(l.whole_rows * row_states, l.gathered_rows * (row_states + r.h * 2)));
     l.bytes = w.used();
     return l;
+  }
+  /// The hidden rows that go with a chunk of so many rows.
+  void* hidden_rows(std::int64_t rows) const {
+    return chunk + rows * grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
   }
 };
 
@@ -227,18 +234,25 @@ Status forward_range(const ResolvedProblem& r, const ForwardLayout& l, std::int6
     fold_segments<float>({work.partial, rows, l.grid, nullptr, 0, true, true}, inputs, rows, list, outputs, stream);
     return {};
   };
-  for (std::int64_t first = 0, k = 0; first < n; first += l.whole_rows, ++k) {
-    const std::int64_t rows = std::min(l.whole_rows, n - first);
-    LMHEAD_RETURN_IF_ERROR(hidden_map(&work.hidden, r, begin + first, rows, kTileRows));
-    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, listed ? l.whole_counts + k : nullptr, l.tickets + k));
-  }
-  if (!listed) return last_launch("sm90 forward");
   ConstMatrix hidden = r.given.hidden;
   hidden.row_stride = stride_of(hidden);
   hidden.data = static_cast<const std::uint16_t*>(hidden.data) + begin * hidden.row_stride;
+  for (std::int64_t first = 0, k = 0; first < n; first += l.whole_rows, ++k) {
+    const std::int64_t rows = std::min(l.whole_rows, n - first);
+    if (rows <= kPaddedRows) {  // a tile fits: gathered_rows is at least kTileRows
+      void* padded = l.hidden_rows(rows);
+      pad_rows(hidden, first, rows, padded, stream);
+      LMHEAD_RETURN_IF_ERROR(
+          encode_tensor_map(&work.hidden, padded, r.compute, kTileRows, r.h, r.h, kTileRows, kTileDepth));
+    } else {
+      LMHEAD_RETURN_IF_ERROR(hidden_map(&work.hidden, r, begin + first, rows, kTileRows));
+    }
+    LMHEAD_RETURN_IF_ERROR(chunk(first, rows, listed ? l.whole_counts + k : nullptr, l.tickets + k));
+  }
+  if (!listed) return last_launch("sm90 forward");
   for (std::int64_t first = 0, k = 0; first < n; first += l.gathered_rows, ++k) {
     const std::int64_t rows = std::min(l.gathered_rows, n - first);
-    void* gathered = l.chunk + rows * l.grid.count() * static_cast<std::int64_t>(sizeof(SoftmaxState));
+    void* gathered = l.hidden_rows(rows);
     gather_rows(hidden, l.common.index + first, l.gathered_counts + k, l.common.compacted, rows, gathered, r.h, stream);
     LMHEAD_RETURN_IF_ERROR(encode_tensor_map(&work.hidden, gathered, r.compute, rows, r.h, r.h, kTileRows, kTileDepth));
     LMHEAD_RETURN_IF_ERROR(chunk(first, rows, l.gathered_counts + k, l.tickets + l.wholes() + k));

@@ -11,18 +11,29 @@ namespace {
 
 constexpr int kBlock = 256;
 
-/// One block a row; H * 2 bytes are a multiple of 16, rows are 16-byte aligned.
+/// The threads of a block copy one row, or clear it (source == nullptr); rows are 16-byte aligned and long.
+__device__ void copy_row(const std::uint8_t* source, int row_bytes, std::uint8_t* target) {
+  const auto* from = reinterpret_cast<const uint4*>(source);
+  auto* to = reinterpret_cast<uint4*>(target);
+  for (int k = threadIdx.x; k < row_bytes / 16; k += blockDim.x)
+    to[k] = from != nullptr ? from[k] : make_uint4(0, 0, 0, 0);
+}
+
+/// One block a row.
 __global__ void gather_kernel(const std::uint8_t* from, std::int64_t from_bytes, int row_bytes,
                               const std::int32_t* index, const std::int64_t* count, const int* compacted,
                               std::int64_t max_rows, std::uint8_t* to, std::int64_t to_bytes) {
   if (*compacted == 0) return;
   const std::int64_t rows = *count, end = min((rows + kTileRows - 1) / kTileRows * kTileRows, max_rows);
-  for (std::int64_t i = blockIdx.x; i < end; i += gridDim.x) {
-    auto* target = reinterpret_cast<uint4*>(to + i * to_bytes);
-    const auto* source = i < rows ? reinterpret_cast<const uint4*>(from + index[i] * from_bytes) : nullptr;
-    for (int k = threadIdx.x; k < row_bytes / 16; k += blockDim.x)
-      target[k] = source != nullptr ? source[k] : make_uint4(0, 0, 0, 0);
-  }
+  for (std::int64_t i = blockIdx.x; i < end; i += gridDim.x)
+    copy_row(i < rows ? from + index[i] * from_bytes : nullptr, row_bytes, to + i * to_bytes);
+}
+
+/// One block a row.
+__global__ void pad_kernel(const std::uint8_t* from, std::int64_t from_bytes, int row_bytes, int rows,
+                           std::uint8_t* to) {
+  const int i = static_cast<int>(blockIdx.x);
+  copy_row(i < rows ? from + i * from_bytes : nullptr, row_bytes, to + static_cast<std::int64_t>(i) * row_bytes);
 }
 
 /// Place of `row` in the ascending list, or -1.
@@ -118,6 +129,12 @@ void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::
   gather_kernel<<<static_cast<unsigned>(std::min<std::int64_t>(max_rows, 1024)), 128, 0, stream>>>(
       static_cast<const std::uint8_t*>(from.data), from.row_stride * 2, static_cast<int>(from.cols * 2), index, count,
       compacted, max_rows, static_cast<std::uint8_t*>(to), to_stride * 2);
+}
+
+void pad_rows(const ConstMatrix& from, std::int64_t begin, std::int64_t rows, void* to, cudaStream_t stream) {
+  pad_kernel<<<kTileRows, 128, 0, stream>>>(static_cast<const std::uint8_t*>(from.data) + begin * from.row_stride * 2,
+                                            from.row_stride * 2, static_cast<int>(from.cols * 2),
+                                            static_cast<int>(rows), static_cast<std::uint8_t*>(to));
 }
 
 void finish_hidden(const float* sums, const std::int32_t* index, const std::int64_t* active, std::int64_t begin,

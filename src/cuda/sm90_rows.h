@@ -15,6 +15,9 @@ namespace lmhead::cuda::sm90 {
 void gather_rows(const ConstMatrix& from, const std::int32_t* index, const std::int64_t* count, const int* compacted,
                  std::int64_t max_rows, void* to, std::int64_t to_stride, cudaStream_t stream);
 
+/// to[i] = from[begin + i] for i < rows, zeros up to kTileRows; `to` is contiguous.
+void pad_rows(const ConstMatrix& from, std::int64_t begin, std::int64_t rows, void* to, cudaStream_t stream);
+
 /// Rows of the hidden gradient whose place in the list of active rows lies in [begin, begin + rows): the
 /// sum rounded to the output's type (sums == nullptr: left alone). `clear`: the rows outside the list become 0.
 /// `written`: nothing to do when all rows are active, the gradient products have rounded the sums.
