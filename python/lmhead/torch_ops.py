@@ -470,9 +470,12 @@ def _autograd_backward(ctx, dlogprob, dentropy, dlse, dcache):
         return tuple(gradients)
     arguments = (dlogprob, dentropy, *ctx.saved_tensors)
     if need_weight and ctx.weight_main_grad is not None:
-        dx, db = _backward_main_grad(
-            ctx.weight_main_grad, *arguments, need_hidden, need_bias, ctx.reduce_hidden_grad, *ctx.options
-        )
+        with torch.no_grad():
+            dx, db = _backward_main_grad(
+                ctx.weight_main_grad, *arguments, need_hidden, need_bias, ctx.reduce_hidden_grad, *ctx.options
+            )
+        if torch.is_grad_enabled():  # create_graph=True
+            dx, db = _FirstDerivative.apply(dx, db, dlogprob, dentropy, *ctx.saved_tensors[:3])
         dw = None
     else:
         dx, dw, db = _backward(
@@ -487,6 +490,16 @@ def _no_double_backward(ctx, *_):
         "lmhead.linear_logprobs: expected one backward through it, got a second derivative (create_graph=True), "
         "which it does not have"
     )
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Passes gradients on, and refuses theirs: an operator that changes an argument cannot have a formula of its own."""
+
+    @staticmethod
+    def forward(ctx, dx, db, *inputs):
+        return dx.view_as(dx), db.view_as(db)
+
+    backward = staticmethod(_no_double_backward)
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

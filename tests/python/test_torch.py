@@ -138,9 +138,11 @@ def test_results_may_be_changed_in_place(score):
     assert all(torch.equal(a, b) for g, s in zip(got, want, strict=True) for a, b in zip(g, s, strict=True))
 
 
-def test_double_backward_says_that_there_is_none():
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_double_backward_says_that_there_is_none(main_grad):
     x, w, t, _ = make()
-    (dx,) = torch.autograd.grad(lmhead.linear_logprobs(x, w, t).sum(), x, create_graph=True)
+    main = torch.zeros(V, H) if main_grad else None
+    (dx,) = torch.autograd.grad(lmhead.linear_logprobs(x, w, t, weight_main_grad=main).sum(), x, create_graph=True)
     assert torch.isfinite(dx).all()  # a first derivative that stays in a graph is fine
     with pytest.raises(NotImplementedError, match="got a second derivative"):
         dx.square().sum().backward()
