@@ -18,9 +18,12 @@ TIMEOUT = 20  # seconds that a rank waits for another
 
 def _worker(rank: int, size: int, store: str, cases: list[Any], results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=TIMEOUT)
-    )
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    files = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=timeout)
+    # A rank that is meant to die in its case may not do so while another still connects to it.
+    files.set(f"connected/{rank}", "")
+    files.wait([f"connected/{other}" for other in range(size)], timeout)
     for index, (function, arguments) in enumerate(cases):
         try:
             # As bytes: a tensor in a queue would be shared memory of a process that is about to end.
