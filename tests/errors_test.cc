@@ -192,6 +192,9 @@ TEST(Errors, Values) {
            [](Calls& c) { c.temperatures[2] = -2; });
     expect(call, kInvalid, "temperature: expected finite numbers > 0, got inf at row 0",
            [](Calls& c) { c.temperatures[0] = INFINITY; });
+    expect(call, kInvalid,
+           "temperature: expected numbers in the range of float32 [1.17549e-38, 8.50706e+37], got 1e-38 at row 1",
+           [](Calls& c) { c.temperatures[1] = 1e-38F; });
   }
 }
 

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <new>
 #include <string>
@@ -25,6 +27,23 @@ void reserve_standard_streams() {
     if (::fcntl(fd, F_GETFD) < 0) static_cast<void>(::open("/dev/null", fd == STDOUT_FILENO ? O_RDONLY : O_WRONLY));
 }
 
+/// CLI11 turns an integer beyond 64 bits into the nearest one, and a negative one into a huge unsigned one.
+void reject_integers_out_of_range(CLI::App& command) {
+  for (CLI::Option* option : command.get_options()) {
+    const bool is_unsigned = option->get_type_name() == "UINT";
+    if (!is_unsigned && option->get_type_name() != "INT") continue;
+    const auto check = [is_unsigned](const std::string& text) {
+      errno = 0;
+      static_cast<void>(is_unsigned ? std::strtoull(text.c_str(), nullptr, 0)
+                                    : static_cast<unsigned long long>(std::strtoll(text.c_str(), nullptr, 0)));
+      if (errno == ERANGE) return "expected an integer within 64 bits, got " + text;
+      if (is_unsigned && text.starts_with('-')) return "expected an integer >= 0, got " + text;
+      return std::string();
+    };
+    option->check(check);
+  }
+}
+
 int run(int argc, char** argv) {
   using namespace lmhead::tools;
   CLI::App app("Per-token log-probability and policy entropy of a language model's head, without the logits.",
@@ -41,6 +60,7 @@ int run(int argc, char** argv) {
   add_info(app);
   add_pack(app);
   add_tune(app);
+  for (CLI::App* command : app.get_subcommands({})) reject_integers_out_of_range(*command);
 
   if (argc > 1 && argv[1][0] != '-') {
     std::string names;
@@ -55,10 +75,9 @@ int run(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    const bool asked_for_help = app.exit(error) == 0;
-    return asked_for_help ? kExitDone : kExitBadInput;
+    if (app.exit(error) != 0) return kExitBadInput;  // else help or the version was asked for
   }
-  if (std::fflush(stdout) != 0) return report(kExitFailed, "stdout: cannot write the results");
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) return report(kExitFailed, "stdout: cannot write to it");
   return kExitDone;
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _options
 
@@ -28,6 +29,12 @@ def tensor(name: str, value: Any, hidden: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense torch.Tensor, got {kind}")
     if value.device != hidden.device:
         raise ValueError(f"{name}: expected a tensor on {hidden.device} like hidden, got {value.device}")
+    # An operator without a forward-mode formula would drop the tangent without a word.
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
+        raise NotImplementedError(
+            f"{name}: expected reverse-mode autograd (backward, torch.autograd.grad), got a tensor of forward-mode "
+            "autograd (torch.func.jvp, jacfwd or forward_ad.make_dual), which has no formula here"
+        )
 
 
 def head(hidden: Any, weight: Any, required: dict[str, Any], optional: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import linear_logprobs
+from . import _options, linear_logprobs
 
 # Options that belong to the head itself; the others may change from call to call.
 _PER_CALL = frozenset({"active", "weight_main_grad"})
@@ -23,7 +23,7 @@ class LinearLogprobs(nn.Module):
 
     Args:
         hidden_size: H.
-        vocab_size: V, the rows of this rank's weight.
+        vocab_size: V, the rows of this rank's weight (0 for an empty shard).
         bias: whether there is a bias [V].
         device, dtype: of the parameters.
         **options: defaults of `lmhead.linear_logprobs`, such as temperature, softcap, return_entropy.
@@ -40,6 +40,10 @@ class LinearLogprobs(nn.Module):
         **options: Any,
     ):
         super().__init__()
+        for name, size, least in (("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 0)):
+            _options.integer(name, size)
+            if size < least:
+                raise ValueError(f"{name}: expected >= {least}, got {size}")
         weight = torch.empty(vocab_size, hidden_size, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(weight.new_empty(vocab_size)) if bias else None
@@ -49,10 +53,17 @@ class LinearLogprobs(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Module, **options: Any) -> LinearLogprobs:
         """A head over the parameters of `linear` (an nn.Linear, or an nn.Embedding for a tied head): shared, not
-        copied."""
+        copied. TypeError for a module without such a weight."""
+        weight = getattr(linear, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            got = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+            raise TypeError(
+                "linear: expected a module with a weight [V, H], such as nn.Linear or nn.Embedding, got "
+                f"{type(linear).__name__} with weight {got}"
+            )
         head = cls.__new__(cls)
         nn.Module.__init__(head)
-        head.weight = linear.weight
+        head.weight = weight
         head.bias = getattr(linear, "bias", None)
         head.options = cls._checked(options)
         return head

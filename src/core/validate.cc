@@ -68,12 +68,21 @@ Status check_output_vector(const char* name, const Vector& v, std::int64_t size,
 
 ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
 
-/// Options are used in fp32 unless the inputs are fp64: a value or a reciprocal that fp32 cannot hold
-/// would reach the logits as 0 or infinity.
+/// Temperatures and softcaps are used in fp32 unless the inputs are fp64: a value or a reciprocal that the type cannot
+/// hold would reach the logits as 0 or infinity.
+bool has_reciprocal(double value, bool fp64) {
+  const double least = fp64 ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  return value >= least && value <= 1 / least;
+}
+
+const char* reciprocal_range(bool fp64) {
+  return fp64 ? "in the range of float64 [2.22507e-308, 4.49423e+307]"
+              : "in the range of float32 [1.17549e-38, 8.50706e+37]";
+}
+
 Status check_positive(const char* name, double value, bool fp64) {
   if (!(value > 0) || !std::isfinite(value)) return invalid(name, "a finite number > 0", str(value));
-  if (!fp64 && !(value >= std::numeric_limits<float>::min() && value <= 1 / std::numeric_limits<float>::min()))
-    return invalid(name, "a number in the range of float32 [1.17549e-38, 8.50706e+37]", str(value));
+  if (!has_reciprocal(value, fp64)) return invalid(name, std::string("a number ") + reciprocal_range(fp64), str(value));
   return {};
 }
 
@@ -175,6 +184,9 @@ Status check_host_values(const ResolvedProblem& r) {
     if (!p.row_temperature.absent()) {
       const double t = load_float(p.row_temperature, i);
       if (!(t > 0) || !std::isfinite(t)) return bad_temperature(t, i);
+      const bool fp64 = r.result == DType::kFloat64;
+      if (!has_reciprocal(t, fp64))
+        return invalid("temperature", std::string("numbers ") + reciprocal_range(fp64), str(t) + " at row " + str(i));
     }
   }
   return {};

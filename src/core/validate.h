@@ -7,7 +7,7 @@ namespace lmhead {
 
 /// Shapes, dtypes, options of a problem; no tensor value is read.
 Result<ResolvedProblem> validate(const Problem& problem, const Execution& execution);
-/// Checked mode on host memory: targets in range, temperatures > 0 and finite.
+/// Checked mode on host memory: targets in range, temperatures > 0 that have a finite reciprocal.
 Status check_host_values(const ResolvedProblem& problem);
 /// The errors of checked mode, for backends that find the row themselves.
 Status bad_target_id(const ResolvedProblem& problem, std::int64_t id, std::int64_t row);

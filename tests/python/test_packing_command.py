@@ -61,6 +61,9 @@ def test_text_and_plot(tmp_path):
     assert list(tmp_path.iterdir()) and not list(tmp_path.glob("*.tmp*"))
 
 
+DRAW = ("--quantiles", str(TABLE), "--set", "gsm8k_train", "--count", "3")
+
+
 @pytest.mark.parametrize(
     "arguments, text, message",
     [
@@ -76,6 +79,10 @@ def test_text_and_plot(tmp_path):
         (["lengths.csv"], "", "LENGTHS: expected a .txt, .tsv or .jsonl file"),
         (["--quantiles", str(TABLE), "--set", "none", "--count", "3"], "", "--set: expected one of gsm8k_train"),
         (["--set", "none"], "", "requires"),
+        (["-", "--tp", str(2**64 + 1)], "1\n", f"--tp: expected an integer within 64 bits, got {2**64 + 1}"),
+        (["-", "--min-bins", str(-(2**63) - 1)], "1\n", "--min-bins: expected an integer within 64 bits"),
+        ([*DRAW, "--seed", "-1"], "", "--seed: expected an integer >= 0, got -1"),
+        ([*DRAW, "--seed", str(2**64)], "", "--seed: expected an integer within 64 bits"),
         (["-", "--fp8", "--precision", "fp8"], "1\n", "excludes"),
     ],
 )

@@ -253,6 +253,13 @@ def test_missing_files(tmp_path, files):
     assert command.run("--help").returncode == 0
 
 
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("score", "--help"), ("info",)])
+def test_a_full_stdout_is_an_error(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([command.path(), *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr == "lmhead: stdout: cannot write to it\n"
+
+
 def test_unwritable_outputs(files):
     check(files, "cannot write: No such file", outputs=("no/such/folder/scores", "report.html"))
     check(files, "expected a file other than that of --out", outputs=("same", "same"))
@@ -291,7 +298,7 @@ def test_closed_streams_do_not_end_up_in_files(files):
     done = command.run("score", batch, "--model", model, "--out", out, preexec_fn=lambda: (os.close(0), os.close(2)))
     assert done.returncode == 0 and out.read_bytes() == want
     done = command.run("score", batch, "--model", model, preexec_fn=lambda: os.close(1))
-    assert done.returncode == 1 and "stdout: cannot write the results" in done.stderr
+    assert done.returncode == 1 and "stdout: cannot write to it" in done.stderr
 
 
 def test_overflow_is_not_a_score(files):

@@ -148,6 +148,26 @@ def test_double_backward_says_that_there_is_none(main_grad):
         dx.square().sum().backward()
 
 
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("operator", ["linear", "selected", "support"])
+def test_forward_mode_is_an_error_instead_of_a_zero_tangent(operator, name):
+    x, w, t, b = make(bias=True)
+    tensors = {"hidden": x, "weight": w, "bias": b}
+    ids = torch.stack([t, t // 2], -1).int()
+
+    def score(value):
+        hidden, weight, bias = (tensors | {name: value}).values()
+        if operator == "linear":
+            return lmhead.linear_logprobs(hidden, weight, t, bias=bias)
+        if operator == "selected":
+            return lmhead.selected_logprobs(hidden, weight, t, ids, bias=bias)
+        return lmhead.support_logprobs(hidden, weight, ids, t.int(), bias=bias)
+
+    value = tensors[name].detach()
+    with pytest.raises(NotImplementedError, match=f"{name}: expected reverse-mode autograd .* got a tensor of forward-mode"):
+        torch.func.jvp(score, (value,), (torch.ones_like(value),))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
     x, w, t, _ = make()
@@ -411,6 +431,13 @@ def test_module_form():
     assert tied.bias is None and tied(x, t).shape == t.shape
     with pytest.raises(TypeError, match="tempreature: expected one of"):
         lmhead.LinearLogprobs(H, V, tempreature=1.0)
+    with pytest.raises(ValueError, match="hidden_size: expected >= 1, got 0"):
+        lmhead.LinearLogprobs(0, V)
+    with pytest.raises(TypeError, match="vocab_size: expected an integer, got float"):
+        lmhead.LinearLogprobs(H, 2.0)
+    for module, got in ((torch.nn.ReLU(), "ReLU with weight NoneType"), (torch.nn.LayerNorm(H), rf"LayerNorm with weight \[{H}\]")):
+        with pytest.raises(TypeError, match=rf"linear: expected a module with a weight \[V, H\].*, got {got}"):
+            lmhead.LinearLogprobs.from_linear(module)
 
 
 def test_a_cache_is_an_error_where_none_is_kept():
