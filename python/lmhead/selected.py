@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _core, _options, _reported, distributed, torch_ops
-from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
+from . import _checks, _core, _options, _reported, _tensors, distributed
 
 # As torch_ops._OPTIONS: plain values in the order of the operator's schema.
 _OPTIONS = (
@@ -28,8 +27,8 @@ def _with_targets(ids: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     return torch.cat([ids.reshape(own.shape[0], ids.shape[-1]).long(), own], dim=1)
 
 
-def _call(hidden, weight, bias, targets, active, row_temperature, options) -> _Call:
-    return _Call(hidden, weight, bias, targets, active, row_temperature, {**options, "out_of_vocab": "error"})
+def _call(hidden, weight, bias, targets, active, row_temperature, options) -> _tensors.Call:
+    return _tensors.Call(hidden, weight, bias, targets, active, row_temperature, {**options, "out_of_vocab": "error"})
 
 
 @torch.library.custom_op("lmhead::selected_logprobs", mutates_args=())
@@ -64,13 +63,13 @@ def _forward(
             logprob, entropies, lse = call.results(targets.shape, entropy != "off")
             logits, selected = (torch.empty((n, k + 1), dtype=call.result_dtype, device=call.device) for _ in range(2))
             outputs = _core.ForwardOutputs()
-            outputs.logprob, outputs.lse = _output_vector(logprob.view(-1)), _output_vector(lse.view(-1))
+            outputs.logprob, outputs.lse = _tensors.output_vector(logprob.view(-1)), _tensors.output_vector(lse.view(-1))
             if entropy != "off":
-                outputs.entropy = _output_vector(entropies.view(-1))
+                outputs.entropy = _tensors.output_vector(entropies.view(-1))
             rank, ranks = distributed.rank_and_size(group)
             call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
             chosen = _core.SelectedProblem()
-            chosen.head, chosen.ids = call.problem, _matrix("ids", all_ids)
+            chosen.head, chosen.ids = call.problem, _tensors.matrix("ids", all_ids)
             reader = _call(hidden, weight, bias, targets, active, row_temperature, {**options, "backend": "auto"})
             reader.set_workspace(_core.selected_workspace_size(chosen, reader.execution))
     with call.guard():
@@ -78,25 +77,25 @@ def _forward(
             if distributed.is_checked(check, call.device):
                 distributed.settle(call, "selected_logprobs", group, extra=k)
                 call.execution.set_check(False)
-            states = torch.empty((ranks * n, torch_ops.STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+            states = torch.empty((ranks * n, _tensors.STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             state = states[rank * n : (rank + 1) * n]
-            _core.forward_partial(call.problem, _output_matrix(state), call.execution)
+            _core.forward_partial(call.problem, _tensors.output_matrix(state), call.execution)
             distributed.gather_rows("state", state, group, states)
-            _core.combine(call.problem, _matrix("states", states), outputs, call.execution)
+            _core.combine(call.problem, _tensors.matrix("states", states), outputs, call.execution)
         else:
             _core.forward(call.problem, outputs, call.execution)
-        _core.selected_logits(chosen, _output_matrix(logits), reader.execution)
+        _core.selected_logits(chosen, _tensors.output_matrix(logits), reader.execution)
         everyone = logits if group is None else distributed.gather_rows("selected", logits, group)
         _core.selected_combine(
-            chosen, _matrix("logits", everyone), _vector("lse", lse.view(-1)), _vector("logprob", logprob.view(-1)),
-            _output_matrix(selected), reader.execution,
+            chosen, _tensors.matrix("logits", everyone), _tensors.vector("lse", lse.view(-1)),
+            _tensors.vector("logprob", logprob.view(-1)), _tensors.output_matrix(selected), reader.execution,
         )  # fmt: skip
     return logprob, entropies, lse, selected[:, :k].reshape(*targets.shape, k).clone(), logits
 
 
 @_forward.register_fake
 def _(hidden, weight, bias, targets, ids, active, row_temperature, *options):
-    entropy, result = options[_OPTIONS.index("entropy")], torch_ops.result_dtype(hidden)
+    entropy, result = options[_OPTIONS.index("entropy")], _tensors.result_dtype(hidden)
     logprob, lse = (hidden.new_empty(targets.shape, dtype=result) for _ in range(2))
     entropies = hidden.new_empty((0,) if entropy == "off" else targets.shape, dtype=result)
     selected = hidden.new_empty((*targets.shape, ids.shape[-1]), dtype=result)
@@ -138,9 +137,9 @@ def _backward(
     options = {name: value for name, value in locals().items() if name in _OPTIONS}
     call = _call(hidden, weight, bias, targets, active, row_temperature, options)
     with call.guard():
-        dx = _gradient_like(hidden, need_hidden, hidden)
-        dw = _gradient_like(weight, need_weight, hidden)
-        db = _gradient_like(bias, need_bias, hidden)
+        dx = _tensors.gradient_like(hidden, need_hidden, hidden)
+        dw = _tensors.gradient_like(weight, need_weight, hidden)
+        db = _tensors.gradient_like(bias, need_bias, hidden)
         all_ids = _with_targets(ids, targets, ignore_index)
         n, width = all_ids.shape
         upstream = torch.zeros((n, width), dtype=call.result_dtype, device=call.device)
@@ -154,20 +153,21 @@ def _backward(
             "lse": lse.reshape(-1),
             "entropy": None if dentropy is None else entropies.reshape(-1),
             "dlogprob": total,
-            "dentropy": torch_ops._upstream(dentropy, call),
+            "dentropy": _tensors.upstream(dentropy, call),
         }
         inputs = _core.BackwardInputs()
         for name, vector in held.items():
             if vector is not None:
-                setattr(inputs, name, _vector(name, vector))
-        inputs.set_selected(_matrix("ids", all_ids), _matrix("logits", logits), _matrix("upstream", upstream))
+                setattr(inputs, name, _tensors.vector(name, vector))
+        selected = {"ids": all_ids, "logits": logits, "upstream": upstream}
+        inputs.set_selected(*(_tensors.matrix(name, matrix) for name, matrix in selected.items()))
         outputs = _core.BackwardOutputs()
         if need_hidden:
-            outputs.hidden = _output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else torch_ops._rows(dx))
+            outputs.hidden = _tensors.output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else _tensors.rows(dx))
         if need_weight:
-            outputs.weight = _output_matrix(dw)
+            outputs.weight = _tensors.output_matrix(dw)
         if need_bias:
-            outputs.bias = _output_vector(db)
+            outputs.bias = _tensors.output_vector(db)
         call.reserve_workspace(_core.Operation.backward, outputs)
         _core.backward(call.problem, inputs, outputs, call.execution)
     return dx, dw, db
@@ -177,9 +177,9 @@ def _backward(
 def _(dlogprob, dentropy, dselected, hidden, weight, bias, *rest):
     need_hidden, need_weight, need_bias = rest[7:10]
     return (
-        _gradient_like(hidden, need_hidden, hidden),
-        _gradient_like(weight, need_weight, hidden),
-        _gradient_like(bias, need_bias, hidden),
+        _tensors.gradient_like(hidden, need_hidden, hidden),
+        _tensors.gradient_like(weight, need_weight, hidden),
+        _tensors.gradient_like(bias, need_bias, hidden),
     )
 
 
@@ -209,7 +209,7 @@ def _autograd_backward(ctx, dlogprob, dentropy, dlse, dselected, dlogits):
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
-_backward.register_autograd(torch_ops._no_double_backward, setup_context=lambda ctx, inputs, output: None)
+_backward.register_autograd(_tensors.no_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
 @_reported

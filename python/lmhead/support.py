@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _core, _options, _reported, distributed, torch_ops
-from .torch_ops import _Call, _gradient_like, _matrix, _output_matrix, _output_vector, _vector
+from . import _checks, _core, _options, _reported, _tensors, distributed
 
 EMPTY_SUPPORT = ("zero", "full", "error")
 
@@ -23,8 +22,8 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class _SupportCall(_Call):
-    """A _Call with its candidate ids."""
+class _SupportCall(_tensors.Call):
+    """A _tensors.Call with its candidate ids."""
 
     def __init__(self, hidden, weight, bias, sampled_ids, support_ids, active, row_temperature, options):
         super().__init__(
@@ -37,7 +36,7 @@ class _SupportCall(_Call):
             self.support_ids = self.support_ids.contiguous()
         self.support = _core.SupportProblem()
         self.support.head = self.problem
-        self.support.support_ids = _matrix("support_ids", self.support_ids)
+        self.support.support_ids = _tensors.matrix("support_ids", self.support_ids)
 
     def reserve(self, operation: _core.Operation, gradients: _core.BackwardOutputs | None = None) -> None:
         size = _core.support_workspace_size(
@@ -78,7 +77,7 @@ def _forward(
             valid = torch.empty(sampled_ids.shape, dtype=torch.bool, device=call.device)
             outputs = _core.SupportOutputs()
             outputs.logprob, outputs.entropy, outputs.lse, outputs.valid = (
-                _output_vector(result.view(-1)) for result in (logprob, entropies, lse, valid)
+                _tensors.output_vector(result.view(-1)) for result in (logprob, entropies, lse, valid)
             )
             rank, ranks = distributed.rank_and_size(group)
             call.reserve(_core.Operation.forward if group is None else _core.Operation.forward_partial)
@@ -88,17 +87,17 @@ def _forward(
         else:
             if distributed.is_checked(check, call.device):
                 distributed.settle(call, "support_logprobs", group, extra=call.support_ids.shape[1])
-            states = torch.empty((ranks * n, torch_ops.STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+            states = torch.empty((ranks * n, _tensors.STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             state = states[rank * n : (rank + 1) * n]
-            _core.support_forward_partial(call.support, _output_matrix(state), call.execution)
+            _core.support_forward_partial(call.support, _tensors.output_matrix(state), call.execution)
             distributed.gather_rows("state", state, group, states)
-            _core.support_combine(call.support, _matrix("states", states), outputs, call.execution)
+            _core.support_combine(call.support, _tensors.matrix("states", states), outputs, call.execution)
     return logprob, entropies, lse, valid
 
 
 @_forward.register_fake
 def _(hidden, weight, bias, sampled_ids, *_):
-    result = torch_ops.result_dtype(hidden)
+    result = _tensors.result_dtype(hidden)
     return (
         *(hidden.new_empty(sampled_ids.shape, dtype=result) for _ in range(3)),
         hidden.new_empty(sampled_ids.shape, dtype=torch.bool),
@@ -138,26 +137,26 @@ def _backward(
     options = {name: value for name, value in locals().items() if name in _OPTIONS}
     call = _SupportCall(hidden, weight, bias, sampled_ids, support_ids, active, row_temperature, options)
     with call.guard():
-        dx = _gradient_like(hidden, need_hidden, hidden)
-        dw = _gradient_like(weight, need_weight, hidden)
-        db = _gradient_like(bias, need_bias, hidden)
+        dx = _tensors.gradient_like(hidden, need_hidden, hidden)
+        dw = _tensors.gradient_like(weight, need_weight, hidden)
+        db = _tensors.gradient_like(bias, need_bias, hidden)
         held = {  # alive until the call is queued
             "lse": lse.reshape(-1),
             "entropy": None if dentropy is None else entropies.reshape(-1),
-            "dlogprob": torch_ops._upstream(dlogprob, call),
-            "dentropy": torch_ops._upstream(dentropy, call),
+            "dlogprob": _tensors.upstream(dlogprob, call),
+            "dentropy": _tensors.upstream(dentropy, call),
         }
         inputs = _core.BackwardInputs()
         for name, vector in held.items():
             if vector is not None:
-                setattr(inputs, name, _vector(name, vector))
+                setattr(inputs, name, _tensors.vector(name, vector))
         outputs = _core.BackwardOutputs()
         if need_hidden:
-            outputs.hidden = _output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else torch_ops._rows(dx))
+            outputs.hidden = _tensors.output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else _tensors.rows(dx))
         if need_weight:
-            outputs.weight = _output_matrix(dw)
+            outputs.weight = _tensors.output_matrix(dw)
         if need_bias:
-            outputs.bias = _output_vector(db)
+            outputs.bias = _tensors.output_vector(db)
         call.reserve(_core.Operation.backward, outputs)
         _core.support_backward(call.support, inputs, outputs, call.execution)
     return dx, dw, db
@@ -167,9 +166,9 @@ def _backward(
 def _(dlogprob, dentropy, hidden, weight, bias, *rest):
     need_hidden, need_weight, need_bias = rest[6:9]
     return (
-        _gradient_like(hidden, need_hidden, hidden),
-        _gradient_like(weight, need_weight, hidden),
-        _gradient_like(bias, need_bias, hidden),
+        _tensors.gradient_like(hidden, need_hidden, hidden),
+        _tensors.gradient_like(weight, need_weight, hidden),
+        _tensors.gradient_like(bias, need_bias, hidden),
     )
 
 
@@ -196,7 +195,7 @@ def _autograd_backward(ctx, dlogprob, dentropy, dlse, dvalid):
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
-_backward.register_autograd(torch_ops._no_double_backward, setup_context=lambda ctx, inputs, output: None)
+_backward.register_autograd(_tensors.no_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
 def _second_in_trajectory(rows: Tensor, trajectory_ids: Tensor) -> None:

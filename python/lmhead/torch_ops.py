@@ -3,142 +3,22 @@
     lmhead::linear_logprobs            forward: (logprob, entropy, lse, cache)
     lmhead::linear_logprobs_backward   (hidden, weight, bias) gradients
     lmhead::linear_logprobs_backward_  the same, and adds the weight's gradient to weight_main_grad
-
-Tensors cross into the extension as address, sizes, strides, dtype, device and stream, so one build serves every
-PyTorch version. Results and workspace come from PyTorch's allocator, on the current stream of the tensors' device.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checks, _core, _options, distributed
-
-# Numbers of a partial-softmax state.
-STATE_WIDTH = 4
+from . import _checks, _core, _tensors, distributed
 
 # Everything that shapes a call beside its tensors. Flat and plain, since operator schemas hold nothing else.
 _OPTIONS = (
     "temperature", "softcap", "logit_scale", "ignore_index", "out_of_vocab", "valid_vocab", "vocab_start",
     "vocab_size", "entropy", "compute_dtype", "workspace_bytes", "check", "backend", "group",
 )  # fmt: skip
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str, tensor: Tensor) -> _core.DType:
-    return _options.dtype_of(name, dtype_name(tensor.dtype))
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., H] as [N, H] with contiguous columns: a view where strides allow it, else a copy."""
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty((0, tensor.shape[-1]))
-    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1] or rows.shape[1] > 1 and rows.stride(1) != 1:
-        rows = rows.contiguous()
-    return rows
-
-
-def _matrix(name: str, tensor: Tensor) -> _core.ConstMatrix:
-    return _core.ConstMatrix(
-        tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor.stride(0), _dtype(name, tensor)
-    )
-
-
-def _vector(name: str, flat: Tensor | None) -> _core.ConstVector | None:
-    if flat is None:
-        return None
-    return _core.ConstVector(flat.data_ptr(), flat.shape[0], flat.stride(0), _dtype(name, flat))
-
-
-def _output_vector(flat: Tensor) -> _core.Vector:
-    return _core.Vector(flat.data_ptr(), flat.shape[0], flat.stride(0), _dtype("output", flat))
-
-
-def _output_matrix(tensor: Tensor) -> _core.Matrix:
-    return _core.Matrix(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor.stride(0), _dtype("output", tensor))
-
-
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.reshape(-1)
-
-
-class _Call:
-    """A problem and how to run it. Holds the tensors that the extension's views borrow."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        active: Tensor | None,
-        row_temperature: Tensor | None,
-        options: dict[str, Any],
-    ):
-        self.hidden, self.weight, self.bias = _rows(hidden), weight, bias
-        self.targets, self.active, self.row_temperature = _flat(targets), _flat(active), row_temperature
-        self.result_dtype = result_dtype(hidden)
-        self.device = hidden.device
-        if row_temperature is not None:
-            t = row_temperature.to(self.result_dtype)
-            # One for all rows needs no copy: stride 0.
-            self.row_temperature = t.reshape(1).expand(self.hidden.shape[0]) if t.numel() == 1 else t.reshape(-1)
-        compute = options["compute_dtype"]
-        self.problem = _options.problem(
-            hidden=_matrix("hidden", self.hidden),
-            weight=_matrix("weight", weight),
-            bias=_vector("bias", bias),
-            targets=_vector("targets", self.targets),
-            active=_vector("active", self.active),
-            row_temperature=_vector("temperature", self.row_temperature),
-            compute_dtype=None if compute is None else _options.dtype_of("compute_dtype", dtype_name(compute)),
-            inference_only=False,
-            **{
-                name: options[name]
-                for name in (
-                    "temperature", "softcap", "logit_scale", "ignore_index", "out_of_vocab", "valid_vocab",
-                    "vocab_start", "vocab_size", "entropy",
-                )
-            },
-        )  # fmt: skip
-        self.execution = _core.Execution()
-        self.execution.backend = options["backend"]
-        self.execution.set_check(options["check"])
-        self.execution.set_workspace_budget(options["workspace_bytes"])
-        self._workspace: Tensor | None = None
-        if self.device.type == "cuda":
-            self.execution.set_device(_core.Device.cuda)
-            self.execution.set_stream(torch.cuda.current_stream(self.device).cuda_stream)
-            self.execution.set_allow_tf32(torch.backends.cuda.matmul.allow_tf32)
-
-    def results(self, shape: torch.Size, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for log-prob, entropy and lse. In their final shape: what an operator returns may not be a view, or its
-        caller could not change it in place."""
-        shapes = (shape, shape if with_entropy else torch.Size((0,)), shape)
-        return tuple(torch.empty(s, dtype=self.result_dtype, device=self.device) for s in shapes)
-
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-    def reserve_workspace(self, operation: _core.Operation, gradients: _core.BackwardOutputs | None = None) -> None:
-        """On the GPU from PyTorch's allocator; on the CPU the library allocates for itself."""
-        size = _core.workspace_size(self.problem, operation, gradients or _core.BackwardOutputs(), self.execution)
-        self.set_workspace(size)
-
-    def set_cache(self, cache: Tensor | None) -> None:
-        if cache is not None and cache.numel():
-            self.execution.set_cache(cache.data_ptr(), cache.numel())
-
-    def set_workspace(self, size: int) -> None:
-        if self.device.type == "cuda" and size:
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self.execution.set_workspace(self._workspace.data_ptr(), size)
 
 
 def _empty_gathered(hidden: Tensor, group: str) -> Tensor:
@@ -153,10 +33,6 @@ def cache_room(cache_bytes: int, n: int, v: int) -> int:
         return 0
     # lmhead::cache_size asks for 544 bytes a row and tile of 256 columns; octants and a shard's ends round up.
     return torch.sym_min(cache_bytes, (n + 15) * ((v // 256 + 12) * 544 + 8) + 1024)
-
-
-def result_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("lmhead::linear_logprobs", mutates_args=())
@@ -188,17 +64,17 @@ def _forward(
     options = {name: value for name, value in locals().items() if name in _OPTIONS}
     with distributed.reporting(group, check, hidden.device):
         rows = hidden if reduce_hidden_grad != "reduce_scatter" else _empty_gathered(hidden, group)
-        call = _Call(rows, weight, bias, targets, active, row_temperature, options)
+        call = _tensors.Call(rows, weight, bias, targets, active, row_temperature, options)
         n = call.hidden.shape[0]
         with call.guard():
             logprob, entropies, lse = call.results(targets.shape, entropy != "off")
             outputs = _core.ForwardOutputs()
-            outputs.logprob, outputs.lse = _output_vector(logprob.view(-1)), _output_vector(lse.view(-1))
+            outputs.logprob, outputs.lse = _tensors.output_vector(logprob.view(-1)), _tensors.output_vector(lse.view(-1))
             if entropy != "off":
-                outputs.entropy = _output_vector(entropies.view(-1))
+                outputs.entropy = _tensors.output_vector(entropies.view(-1))
             rank, ranks = distributed.rank_and_size(group)
             if group is not None:
-                states = torch.empty((ranks * n, STATE_WIDTH), dtype=call.result_dtype, device=call.device)
+                states = torch.empty((ranks * n, _tensors.STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             call.reserve_workspace(_core.Operation.forward if group is None else _core.Operation.forward_partial)
             cache = hidden.new_empty(cache_room(cache_bytes, n, weight.shape[0]), dtype=torch.uint8)
             if cache_bytes:
@@ -213,9 +89,9 @@ def _forward(
             if rows is not hidden:
                 distributed.gather_rows("hidden", hidden, group, rows)
             state = states[rank * n : (rank + 1) * n]  # this rank's part of the message, in place
-            _core.forward_partial(call.problem, _output_matrix(state), call.execution)
+            _core.forward_partial(call.problem, _tensors.output_matrix(state), call.execution)
             distributed.gather_rows("state", state, group, states)
-            _core.combine(call.problem, _matrix("states", states), outputs, call.execution)
+            _core.combine(call.problem, _tensors.matrix("states", states), outputs, call.execution)
     return logprob, entropies, lse, cache
 
 
@@ -223,15 +99,10 @@ def _forward(
 def _(hidden, weight, bias, targets, active, row_temperature, weight_main_grad, *options):
     cache_bytes = options[-1]
     entropy = options[_OPTIONS.index("entropy")]
-    logprob, lse = (hidden.new_empty(targets.shape, dtype=result_dtype(hidden)) for _ in range(2))
-    entropies = hidden.new_empty((0,) if entropy == "off" else targets.shape, dtype=result_dtype(hidden))
+    logprob, lse = (hidden.new_empty(targets.shape, dtype=_tensors.result_dtype(hidden)) for _ in range(2))
+    entropies = hidden.new_empty((0,) if entropy == "off" else targets.shape, dtype=_tensors.result_dtype(hidden))
     cache = hidden.new_empty(cache_room(cache_bytes, targets.numel(), weight.shape[0]), dtype=torch.uint8)
     return logprob, entropies, lse, cache
-
-
-def _gradient_like(tensor: Tensor | None, needed: bool, hidden: Tensor) -> Tensor:
-    """Contiguous; where none is needed an empty tensor of its own, since operators may not return one tensor twice."""
-    return tensor.new_empty(tensor.shape) if needed else hidden.new_empty(0, dtype=torch.float32)
 
 
 def _run_backward(
@@ -257,98 +128,38 @@ def _run_backward(
     if reduce_hidden_grad == "reduce_scatter":  # only this rank's rows were saved
         shard, hidden = hidden, _empty_gathered(hidden, group)
         distributed.gather_rows("hidden", shard, group, hidden)
-    call = _Call(hidden, weight, bias, targets, active, row_temperature, options)
+    call = _tensors.Call(hidden, weight, bias, targets, active, row_temperature, options)
     with call.guard():
-        dx = _gradient_like(hidden, need_hidden, hidden)
-        dw = _gradient_like(weight, need_weight, hidden)
-        db = _gradient_like(bias, need_bias, hidden)
+        dx = _tensors.gradient_like(hidden, need_hidden, hidden)
+        dw = _tensors.gradient_like(weight, need_weight, hidden)
+        db = _tensors.gradient_like(bias, need_bias, hidden)
         if need_hidden and reduce_hidden_grad is not None:
             dx = hidden.new_empty(hidden.shape, dtype=call.result_dtype)  # rounded once, after the sum
         flat = {
-            "lse": _flat(lse),
-            "entropy": None if dentropy is None else _flat(entropies),
-            "dlogprob": _upstream(dlogprob, call),
-            "dentropy": _upstream(dentropy, call),
+            "lse": _tensors.flat(lse),
+            "entropy": None if dentropy is None else _tensors.flat(entropies),
+            "dlogprob": _tensors.upstream(dlogprob, call),
+            "dentropy": _tensors.upstream(dentropy, call),
         }
         inputs = _core.BackwardInputs()
         for name, vector in flat.items():
             if vector is not None:
-                setattr(inputs, name, _vector(name, vector))
+                setattr(inputs, name, _tensors.vector(name, vector))
         outputs = _core.BackwardOutputs()
         if need_hidden:
-            outputs.hidden = _output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else _rows(dx))
+            outputs.hidden = _tensors.output_matrix(dx.view(-1, hidden.shape[-1]) if dx.numel() else _tensors.rows(dx))
         if weight_main_grad is not None and weight.numel():
-            outputs.weight, outputs.accumulate_weight = _output_matrix(weight_main_grad), True
+            outputs.weight, outputs.accumulate_weight = _tensors.output_matrix(weight_main_grad), True
         elif need_weight:
-            outputs.weight = _output_matrix(dw)
+            outputs.weight = _tensors.output_matrix(dw)
         if need_bias:
-            outputs.bias = _output_vector(db)
+            outputs.bias = _tensors.output_vector(db)
         call.reserve_workspace(_core.Operation.backward, outputs)
         call.set_cache(cache)
         _core.backward(call.problem, inputs, outputs, call.execution)
         if need_hidden and reduce_hidden_grad is not None:
             dx = distributed.reduce_hidden_grad(dx, reduce_hidden_grad, group).to(hidden.dtype)
     return dx, dw, db
-
-
-def _upstream(gradient: Tensor | None, call: _Call) -> Tensor | None:
-    """Any stride, also the 0 of an expanded scalar, is read as it is."""
-    return None if gradient is None else gradient.to(call.result_dtype).reshape(-1)
-
-
-@torch.library.custom_op("lmhead::softmax_state", mutates_args=())
-def _softmax_state(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    compute_dtype: torch.dtype | None,
-) -> Tensor:
-    options = dict.fromkeys(_OPTIONS) | {
-        "temperature": temperature,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "compute_dtype": compute_dtype,
-        "ignore_index": -(2**63),
-        "out_of_vocab": "zero",
-        "vocab_start": 0,
-        "entropy": "off",
-        "workspace_bytes": 0,
-        "backend": "auto",
-    }
-    call = _Call(hidden, weight, bias, targets, None, None, options)
-    with call.guard():
-        state = torch.empty((call.hidden.shape[0], STATE_WIDTH), dtype=call.result_dtype, device=call.device)
-        call.reserve_workspace(_core.Operation.forward_partial)
-        _core.forward_partial(call.problem, _output_matrix(state), call.execution)
-    return state.view(*targets.shape, STATE_WIDTH)
-
-
-@_softmax_state.register_fake
-def _(hidden, weight, bias, targets, *options):
-    return hidden.new_empty((*targets.shape, STATE_WIDTH), dtype=result_dtype(hidden))
-
-
-def softmax_state(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    compute_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Partial-softmax state [..., 4] of each row: the maximum m of z, sum 2^u, sum 2^u u with u = (z - m) log2 e, and z
-    at the target (+inf if it is outside the vocabulary). No gradient."""
-    if compute_dtype is None:
-        compute_dtype = _checks.autocast_dtype(hidden)
-    with torch.no_grad():
-        return _softmax_state(hidden, weight, bias, targets, temperature, softcap, logit_scale, compute_dtype)
 
 
 @torch.library.custom_op("lmhead::linear_logprobs_backward", mutates_args=())
@@ -434,16 +245,16 @@ def _backward_main_grad(
 def _(dlogprob, dentropy, hidden, weight, bias, *rest):
     need_hidden, need_weight, need_bias = rest[6:9]
     return (
-        _gradient_like(hidden, need_hidden, hidden),
-        _gradient_like(weight, need_weight, hidden),
-        _gradient_like(bias, need_bias, hidden),
+        _tensors.gradient_like(hidden, need_hidden, hidden),
+        _tensors.gradient_like(weight, need_weight, hidden),
+        _tensors.gradient_like(bias, need_bias, hidden),
     )
 
 
 @_backward_main_grad.register_fake
 def _(weight_main_grad, dlogprob, dentropy, hidden, weight, bias, *rest):
     need_hidden, need_bias = rest[6:8]
-    return _gradient_like(hidden, need_hidden, hidden), _gradient_like(bias, need_bias, hidden)
+    return _tensors.gradient_like(hidden, need_hidden, hidden), _tensors.gradient_like(bias, need_bias, hidden)
 
 
 def _setup_context(ctx, inputs, output):
@@ -485,13 +296,6 @@ def _autograd_backward(ctx, dlogprob, dentropy, dlse, dcache):
     return tuple(gradients)
 
 
-def _no_double_backward(ctx, *_):
-    raise NotImplementedError(
-        "lmhead.linear_logprobs: expected one backward through it, got a second derivative (create_graph=True), "
-        "which it does not have"
-    )
-
-
 class _FirstDerivative(torch.autograd.Function):
     """Passes gradients on, and refuses theirs: an operator that changes an argument cannot have a formula of its own."""
 
@@ -499,11 +303,11 @@ class _FirstDerivative(torch.autograd.Function):
     def forward(ctx, dx, db, *inputs):
         return dx.view_as(dx), db.view_as(db)
 
-    backward = staticmethod(_no_double_backward)
+    backward = staticmethod(_tensors.no_double_backward)
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
-_backward.register_autograd(_no_double_backward, setup_context=lambda ctx, inputs, output: None)
+_backward.register_autograd(_tensors.no_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
 def linear_logprobs(
@@ -555,10 +359,9 @@ def linear_logprobs(
             raise ValueError(
                 f"weight_main_grad: expected {list(weight.shape)} like weight, got {list(weight_main_grad.shape)}"
             )
-        if weight_main_grad.dtype != result_dtype(hidden):
-            raise TypeError(
-                f"weight_main_grad: expected {dtype_name(result_dtype(hidden))}, got {dtype_name(weight_main_grad.dtype)}"
-            )
+        if weight_main_grad.dtype != _tensors.result_dtype(hidden):
+            expected, got = map(_tensors.dtype_name, (_tensors.result_dtype(hidden), weight_main_grad.dtype))
+            raise TypeError(f"weight_main_grad: expected {expected}, got {got}")
         if weight.shape[1] > 1 and weight_main_grad.stride(1) != 1:
             raise ValueError(
                 "weight_main_grad: expected contiguous columns (stride 1 along H), got strides "

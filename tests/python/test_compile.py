@@ -6,6 +6,7 @@ import sys
 import lmhead
 import pytest
 import torch
+from lmhead import softmax_state  # noqa: F401  registers its operator
 from plain import largest, relative
 
 H, V = 16, 67

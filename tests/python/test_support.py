@@ -285,7 +285,7 @@ def test_an_unchecked_bad_id_is_nan_in_its_own_row(device):
 @pytest.mark.parametrize("cuts", [[0, 64, 128, 256, 512], [0, 7, 7, 300, 512]], ids=str)
 def test_shards_of_the_vocabulary_join_to_the_whole(cuts, device):
     """Each shard's partial state and gradients, without a process group; dX is the sum of the shards' parts."""
-    from lmhead import _core, support, torch_ops
+    from lmhead import _core, _tensors, support
 
     hidden, weight, ids, sampled = problem(16, device=device)
     a, e = torch.randn(2, N, generator=torch.Generator().manual_seed(6)).to(device)
@@ -300,16 +300,16 @@ def test_shards_of_the_vocabulary_join_to_the_whole(cuts, device):
         )
 
     shards = list(zip(cuts, cuts[1:]))
-    states = torch.full((len(shards) * N, torch_ops.STATE_WIDTH), torch.nan, device=device)
+    states = torch.full((len(shards) * N, _tensors.STATE_WIDTH), torch.nan, device=device)
     for s, (begin, end) in enumerate(shards):
         c = call(begin, end)
         c.reserve(_core.Operation.forward_partial)
         state = states[s * N : (s + 1) * N]
-        _core.support_forward_partial(c.support, torch_ops._output_matrix(state), c.execution)
+        _core.support_forward_partial(c.support, _tensors.output_matrix(state), c.execution)
     c, outputs = call(0, cuts[1]), _core.SupportOutputs()
     logprob, entropy, lse = (torch.empty(N, device=device) for _ in range(3))
-    outputs.logprob, outputs.entropy, outputs.lse = map(torch_ops._output_vector, (logprob, entropy, lse))
-    _core.support_combine(c.support, torch_ops._matrix("states", states), outputs, c.execution)
+    outputs.logprob, outputs.entropy, outputs.lse = map(_tensors.output_vector, (logprob, entropy, lse))
+    _core.support_combine(c.support, _tensors.matrix("states", states), outputs, c.execution)
 
     x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     want = lmhead.support_logprobs(x, w, ids, sampled, temperature=0.7, entropy_requires_grad=True)
@@ -320,9 +320,9 @@ def test_shards_of_the_vocabulary_join_to_the_whole(cuts, device):
     for begin, end in shards:
         c, gradients, inputs = call(begin, end), _core.BackwardOutputs(), _core.BackwardInputs()
         for name, tensor in (("lse", lse), ("entropy", entropy), ("dlogprob", a), ("dentropy", e)):
-            setattr(inputs, name, torch_ops._vector(name, tensor))
+            setattr(inputs, name, _tensors.vector(name, tensor))
         dw = torch.full((end - begin, H), 2.0, device=device)
-        gradients.hidden, gradients.weight = torch_ops._output_matrix(total), torch_ops._output_matrix(dw)
+        gradients.hidden, gradients.weight = _tensors.output_matrix(total), _tensors.output_matrix(dw)
         gradients.accumulate_hidden = gradients.accumulate_weight = True
         c.reserve(_core.Operation.backward, gradients)
         _core.support_backward(c.support, inputs, gradients, c.execution)

@@ -244,13 +244,13 @@ def test_strided_hidden(kind):
 
 
 def test_row_strided_inputs_are_read_where_they_are(monkeypatch):
-    from lmhead import torch_ops
+    from lmhead import _tensors
 
     x, w, t, _ = make()
     x, w = strided(x.detach(), "wide rows"), strided(w.detach(), "wide rows")
     seen = {}
     monkeypatch.setattr(
-        torch_ops, "_matrix", lambda name, m, real=torch_ops._matrix: seen.update({name: m.data_ptr()}) or real(name, m)
+        _tensors, "matrix", lambda name, m, real=_tensors.matrix: seen.update({name: m.data_ptr()}) or real(name, m)
     )
     lmhead.linear_logprobs(x, w, t)
     assert seen == {"hidden": x.data_ptr(), "weight": w.data_ptr()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import linear_logprobs
-from ..torch_ops import softmax_state
+from ..softmax_state import softmax_state
 
 __all__ = ["OPTIONAL_OUTPUTS", "ChunkedLogProbFunction", "chunked_logprob", "install"]
 
