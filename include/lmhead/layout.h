@@ -48,7 +48,8 @@ struct LayoutOptions {
   Precision precision = Precision::kNone;
 };
 
-/// A_s: what each sequence of a packed row is padded to. kInvalidArgument for tp < 1 or cp < 1.
+/// A_s: what each sequence of a packed row is padded to, in tokens as the two below. kInvalidArgument, of all three,
+/// for tp < 1, cp < 1 or tp * cp > 2^20.
 Result<std::int64_t> sequence_alignment(const LayoutOptions& options);
 /// A_t: what a packed row's total is padded to.
 Result<std::int64_t> total_alignment(const LayoutOptions& options);
@@ -117,13 +118,13 @@ class PackedLayout {
                                                     std::int64_t width) const;
 
   /// Targets of every global row: the next id of the same sequence, `ignore_index` where nothing is predicted.
-  /// input_ids, targets: [total]; they may be the same memory.
+  /// input_ids, targets: [total], else kInvalidArgument; they may be the same memory.
   Status shift_targets(std::span<const std::int64_t> input_ids, std::int64_t ignore_index,
                        std::span<std::int64_t> targets) const;
   Status shift_targets(std::span<const std::int32_t> input_ids, std::int32_t ignore_index,
                        std::span<std::int32_t> targets) const;
-  /// Row mask from token mask: row i is active if the token that it predicts is. token_mask, row_mask: [total], may
-  /// be the same memory.
+  /// Row mask from token mask: row i is active if the token that it predicts is. token_mask, row_mask: [total], else
+  /// kInvalidArgument; they may be the same memory.
   Status shift_mask(std::span<const std::uint8_t> token_mask, std::span<std::uint8_t> row_mask) const;
 
  private:
@@ -144,12 +145,14 @@ inline constexpr std::int64_t kActiveSpanGap = 128;
 /// kInvalidArgument for max_gap < 0.
 Result<std::vector<Span>> active_spans(std::span<const std::uint8_t> active, std::int64_t max_gap = kActiveSpanGap);
 
-/// The spans of one context-parallel rank for a mask over global rows [total].
+/// The spans of one context-parallel rank, in its local rows, for a mask over global rows [total]. kInvalidArgument for
+/// another length, and unless 0 <= cp_rank < cp and max_gap >= 0.
 Result<std::vector<Span>> active_spans(const PackedLayout& layout, std::span<const std::uint8_t> active,
                                        std::int64_t cp_rank, std::int64_t max_gap = kActiveSpanGap);
 
 /// Checks spans that a caller brings: sorted, not overlapping, not empty, inside [0, rows), and covering every active
-/// row. `active` [rows]; absent with spans present is an error, since then nothing says what the spans must cover.
+/// row; kInvalidArgument otherwise. `active` [rows]; absent with spans present is an error too, since then nothing says
+/// what the spans must cover.
 Status check_active_spans(std::span<const Span> spans, std::int64_t rows,
                           std::optional<std::span<const std::uint8_t>> active);
 

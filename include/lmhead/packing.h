@@ -67,6 +67,7 @@ Result<Bins> pack(std::span<const std::int64_t> lengths, std::int64_t capacity, 
 /// Martello and Toth's lower bound L2 on the number of bins of any packing of these padded lengths: the maximum over K
 /// of the bound that counts items above C - K apart, pairs nothing with items above C/2 and spreads those of at least K
 /// over the rest. Sequences beyond the capacity count one bin each. min_bins and bin_multiple do not enter.
+/// kInvalidArgument as for pack(), except for the number of bins.
 Result<std::int64_t> packing_lower_bound(std::span<const std::int64_t> lengths, std::int64_t capacity,
                                          const PackingOptions& options = {});
 

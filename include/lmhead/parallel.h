@@ -31,7 +31,8 @@ enum class ReduceHiddenGrad : std::uint8_t {
   kReduceScatter,  ///< rank r gets rows [r N/tp, (r+1) N/tp) of the sum [N/tp, H]; tp must divide N
 };
 
-/// Scratch memory for the two calls below, the inner call's included.
+/// Scratch memory for the two calls below, the inner call's included: kBackward for sharded_backward(), any other
+/// operation for sharded_forward(). Its fp32 hidden gradient before a reduction counts as `accumulator`.
 Result<WorkspaceSize> sharded_workspace_size(const Problem& problem, const Communicator& tp, Operation operation,
                                              ReduceHiddenGrad reduce = ReduceHiddenGrad::kNone,
                                              const BackwardOutputs& gradients = {}, const Execution& execution = {});

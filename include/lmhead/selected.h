@@ -27,8 +27,9 @@ Result<WorkspaceSize> selected_workspace_size(const SelectedProblem& problem, co
 /// error in checked mode; unchecked it stays +inf on every shard, and selected_combine turns it into NaN.
 Status selected_logits(const SelectedProblem& problem, const Matrix& logits, const Execution& execution = {});
 
-/// logits [S * N, K] of all shards in shard order (S = 1 after a minimum over shards), lse [N] and
-/// logprob [N] of the forward -> selected [N, K]. Where an id is the row's target, selected has logprob's bits.
+/// logits [S * N, K] of all shards in shard order (S = 1 after a minimum over shards), lse [N] and logprob [N] of
+/// the forward -> selected [N, K] in nats, all fp32 (fp64 for fp64 inputs). Where an id is the row's target, selected
+/// has logprob's bits.
 Status selected_combine(const SelectedProblem& problem, const ConstMatrix& logits, const ConstVector& lse,
                         const ConstVector& logprob, const Matrix& selected, const Execution& execution = {});
 

@@ -28,10 +28,10 @@ std::vector<std::string> configurations(const std::string& backend, Operation op
 
 /// What to measure: forward, and backward with gradients of hidden and weight, on random data.
 struct TuneRequest {
-  std::int64_t tokens = 0;  ///< N >= 1; the choice serves every N of the same bucket, see token_bucket()
-  std::int64_t hidden = 0;  ///< H >= 1
-  std::int64_t vocab = 0;   ///< V >= 1, of this rank's shard
-  DType dtype = DType::kBFloat16;
+  std::int64_t tokens = 0;         ///< N >= 1; the choice serves every N of the same bucket, see token_bucket()
+  std::int64_t hidden = 0;         ///< H >= 1
+  std::int64_t vocab = 0;          ///< V >= 1, of this rank's shard
+  DType dtype = DType::kBFloat16;  ///< of hidden and weight: kBFloat16, kFloat16 or kFloat32
   EntropyMode entropy = EntropyMode::kGrad;
   std::optional<double> softcap = std::nullopt;
   double logit_scale = 1.0;
@@ -63,6 +63,9 @@ struct TuneResult {
 };
 
 /// Measures and keeps the choices, forward first. Operations whose backend has one configuration are left out.
+/// kInvalidArgument for a size outside [1, 2^31), seconds that are not finite and > 0 or an unknown backend,
+/// kTypeMismatch for another dtype, kUnsupported for a device or backend that is not here, kOutOfMemory for a problem
+/// that does not fit.
 Result<std::vector<TuneResult>> tune(const TuneRequest& request);
 
 /// The next power of two, within [128, 2^20]: 1 -> 128, 129 -> 256, 20000 -> 32768.
