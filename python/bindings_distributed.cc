@@ -42,7 +42,6 @@ void check_headers(const CallHeader& mine, Address all, std::size_t ranks, bool 
 }  // namespace
 
 void bind_distributed(nb::module_& m) {
-  m.attr("HEADER_BYTES") = sizeof(Header);
   nb::class_<CallHeader>(m, "CallHeader")
       .def(nb::init<const Problem&, const OwnedExecution&, const std::string&, std::int64_t>())
       .def(nb::init<const std::string&>())

@@ -95,7 +95,6 @@ void bind_types(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("backend", &OwnedExecution::backend)
       .def("set_device", member(&Execution::device))
-      .def("set_threads", member(&Execution::threads))
       .def("set_workspace_budget", member(&Execution::workspace_budget))
       .def("set_check", member(&Execution::check), nb::arg("check").none())
       .def("set_allow_tf32", member(&Execution::allow_tf32))

@@ -39,7 +39,7 @@ LMHEAD_HD SoftmaxStateT<To> state_as(const SoftmaxStateT<From>& s) {
   return {static_cast<To>(s.max), static_cast<To>(s.sum), static_cast<To>(s.weighted), static_cast<To>(s.target)};
 }
 
-/// The same set seen from another reference point m >= nothing in particular (used to round max).
+/// The same set seen from the reference point `max`, which need not be its maximum (a rounded one is not).
 /// A factor 2^d that underflows drops the side: 0 * -inf would be NaN.
 template <class T>
 LMHEAD_HD void rebase(SoftmaxStateT<T>& state, T max) {

@@ -52,7 +52,7 @@ void for_each_segment(VocabularyOrder order, std::int64_t begin, std::int64_t en
 /// two below count. Octants use it inside a rank, combine() over ranks. T: the type it merges in.
 template <class From, class T = From>
 LMHEAD_HD SoftmaxStateT<T> merge_tree(const SoftmaxStateT<From>* states, std::int64_t count, std::int64_t stride = 1) {
-  // Binary counter: level k holds a finished subtree of 2^k leaves. 64 levels cover any count.
+  // Binary counter: level k holds a finished subtree of 2^k leaves. 2^40 states are 16 TiB.
   SoftmaxStateT<T> level[40];
   std::uint64_t held = 0;
   for (std::int64_t i = 0; i < count; ++i) {

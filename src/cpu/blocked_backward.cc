@@ -103,8 +103,7 @@ std::size_t scratch_bytes(const ResolvedProblem& r, const BackwardOutputs& out, 
        .lda = p.block_cols,
        .ldb = r.h,
        .ldc = r.h,
-       .accumulate = true};
-  s.accumulate = false;
+       .accumulate = false};
   s.narrow_output = p.narrow_weight && out.weight.dtype == r.compute && gemm.narrow_output(s);
   if (!out.weight.absent()) bytes = std::max(bytes, gemm.scratch_bytes(s));
   return bytes;

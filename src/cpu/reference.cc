@@ -1,6 +1,5 @@
-// The definition of correct: one row, one column at a time, fp64 but for the logits, which are
-// fp32 as on every path. No tricks; every other
-// backend is tested against it.
+// The definition of correct: one row, one column at a time, fp64 but for the logits, which are fp32 as on
+// every path. No tricks; every other backend is tested against it.
 #include <cmath>
 #include <vector>
 
