@@ -225,6 +225,8 @@ TEST_P(SelectedTest, BadInputNamesTheArgument) {
   EXPECT_EQ(read_logits(p, out).message(),
             "ids: expected ids in [0, 320) or -1 as padding, got 320 at row 5, column 0");
   EXPECT_EQ(read_logits(p, logits.matrix(13, 7)).message(), "logits: expected [13, 8], got [13, 7]");
+  EXPECT_EQ(selected_combine(p, logits.rows(13, 8), {nullptr, 13}, {nullptr, 13}, out, execution()).message(),
+            "lse: expected data for [13], got a null pointer");
   p.ids.dtype = DType::kInt16;
   EXPECT_EQ(read_logits(p, out).message(), "ids: expected int32 or int64, got int16");
   EXPECT_EQ(std::to_integer<int>(logits.bytes()[0]), 0xff) << "nothing is written on an error";

@@ -1,9 +1,12 @@
 // Candidate sets on every backend that has them, against a dense fp64 reference: values, gradients, shards, budgets,
 // errors.
+#include <atomic>
+#include <new>
 #include <set>
 #include <tuple>
 
 #include "candidates.h"
+#include "cpu/parallel.h"
 
 namespace lmhead {
 namespace {
@@ -318,6 +321,12 @@ TEST_P(SupportTest, BadInputNamesTheArgument) {
   p.support_ids.rows = 3;
   EXPECT_EQ(message(p, out), "support_ids: expected [13, K], got [3, 8]");
   p = placed.problem();
+  p.support_ids.data = nullptr;
+  EXPECT_EQ(message(p, out), "support_ids: expected data for [13, 8], got a null pointer");
+  p = placed.problem();
+  p.support_ids.data = static_cast<const std::byte*>(p.support_ids.data) + 1;
+  EXPECT_EQ(message(p, out), "support_ids: expected data aligned to 4 bytes (int32), got an address 1 bytes past");
+  p = placed.problem();
   p.head.out_of_vocab = OutOfVocab::kZero;
   EXPECT_EQ(message(p, out),
             "out_of_vocab: expected \"error\" with candidate sets, got \"zero\": a sampled id is always scored");
@@ -332,6 +341,41 @@ TEST_P(SupportTest, BadInputNamesTheArgument) {
   sampled.targets[4] = 320;
   EXPECT_NE(message(Placed(memory(), sampled).problem(), out).find("targets: expected ids in [0, 320)"),
             std::string::npos);
+}
+
+TEST(SupportMemory, ACallWithoutMemoryReportsIt) {
+  const std::int64_t n = std::int64_t{1} << 59;  // 2^63 bytes of states, which no buffer can have
+  float value = 0;
+  std::int32_t target = 0;
+  SupportProblem p;
+  p.head.hidden = {&value, n, 1, 1, DType::kFloat32};
+  p.head.weight = {&value, 1, 1, 1, DType::kFloat32};
+  p.head.targets = {&target, n, 0, DType::kInt32};
+  p.support_ids = {nullptr, n, 0, 0, DType::kInt32};
+  Execution e;
+  e.check = false;
+  EXPECT_EQ(support_forward(p, {}, e).to_string(),
+            "out of memory: memory: expected enough for support_forward, got an allocation that failed");
+}
+
+TEST(SupportThreads, EveryPartRunsOnceAndAnExceptionReachesTheCaller) {
+  for (std::int64_t bad = -1; bad < 5; ++bad) {
+    std::atomic<int> calls[5] = {};
+    const auto run = [&] {
+      parallel_for(3, 5, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i) {
+          ++calls[i];
+          if (i == bad) throw std::bad_alloc();
+        }
+      });
+    };
+    if (bad >= 0) {
+      EXPECT_THROW(run(), std::bad_alloc) << bad;
+    } else {
+      run();
+      for (const auto& called : calls) EXPECT_EQ(called, 1);
+    }
+  }
 }
 
 TEST_P(SupportTest, UncheckedBadIdsMakeTheirRowNaNOnly) {

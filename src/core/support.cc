@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "core/dispatch.h"
 #include "core/element.h"
-#include "core/validate.h"
 
 namespace lmhead {
 namespace {
@@ -16,9 +16,7 @@ Result<ResolvedSupport> resolve(const SupportProblem& p, const Execution& execut
   Result<ResolvedProblem> head = validate(p.head, execution);
   if (!head.ok()) return head.status();
   const ConstMatrix& ids = p.support_ids;
-  if (ids.dtype != DType::kInt32)
-    return Status(StatusCode::kTypeMismatch, std::string("support_ids: expected int32, got ") + to_string(ids.dtype));
-  LMHEAD_RETURN_IF_ERROR(check_ids("support_ids", ids, head->n));
+  LMHEAD_RETURN_IF_ERROR(validate_ids("support_ids", ids, head->n, false));
   if (p.head.out_of_vocab != OutOfVocab::kError)
     return Status(StatusCode::kInvalidArgument,
                   "out_of_vocab: expected \"error\" with candidate sets, got \"zero\": a sampled id is always scored");
@@ -27,30 +25,27 @@ Result<ResolvedSupport> resolve(const SupportProblem& p, const Execution& execut
 
 Status check_outputs(const ResolvedSupport& r, const SupportOutputs& out) {
   LMHEAD_RETURN_IF_ERROR(validate_outputs(r.head, {out.logprob, out.entropy, out.lse}));
-  if (out.valid.absent()) return {};
-  if (out.valid.dtype != DType::kBool)
-    return {StatusCode::kTypeMismatch, std::string("valid: expected bool, got ") + to_string(out.valid.dtype)};
-  if (out.valid.size != r.head.n || out.valid.data == nullptr)
-    return {StatusCode::kInvalidArgument, "valid: expected [" + str(r.head.n) + "], got [" + str(out.valid.size) + "]"};
-  return {};
+  return validate_output("valid", out.valid, r.head.n, DType::kBool);
 }
 
 /// The whole path of every call: resolve, choose, own checks, workspace, values, run.
 template <class Check, class Run>
-Status call(const SupportProblem& given, const Execution& execution, bool read_values, const Operation* operation,
-            const BackwardOutputs& gradients, Check&& check, Run&& run) {
-  Result<ResolvedSupport> r = resolve(given, execution);
-  if (!r.ok()) return r.status();
-  LMHEAD_RETURN_IF_ERROR(check(*r));
-  Result<const SupportImplementation*> implementation = choose_support(execution);
-  if (!implementation.ok()) return implementation.status();
-  if (operation != nullptr) {
-    Result<WorkspaceSize> needed = (*implementation)->workspace_size(*r, *operation, gradients, execution);
-    if (!needed.ok()) return needed.status();
-    LMHEAD_RETURN_IF_ERROR(validate_workspace(execution, *needed, execution.device == Device::kCpu));
-  }
-  if (read_values && r->head.check) LMHEAD_RETURN_IF_ERROR((*implementation)->check_values(*r, execution));
-  return run(**implementation, *r);
+Status call(const char* name, const SupportProblem& given, const Execution& execution, bool read_values,
+            const Operation* operation, const BackwardOutputs& gradients, Check&& check, Run&& run) {
+  return guarded(name, [&]() -> Status {
+    Result<ResolvedSupport> r = resolve(given, execution);
+    if (!r.ok()) return r.status();
+    LMHEAD_RETURN_IF_ERROR(check(*r));
+    Result<const SupportImplementation*> implementation = choose_support(execution);
+    if (!implementation.ok()) return implementation.status();
+    if (operation != nullptr) {
+      Result<WorkspaceSize> needed = (*implementation)->workspace_size(*r, *operation, gradients, execution);
+      if (!needed.ok()) return needed.status();
+      LMHEAD_RETURN_IF_ERROR(validate_workspace(execution, *needed, execution.device == Device::kCpu));
+    }
+    if (read_values && r->head.check) LMHEAD_RETURN_IF_ERROR((*implementation)->check_values(*r, execution));
+    return run(**implementation, *r);
+  });
 }
 
 constexpr Operation kPartial = Operation::kForwardPartial, kWhole = Operation::kForward,
@@ -78,19 +73,6 @@ Result<const SupportImplementation*> choose_support(const Execution& execution) 
                     (execution.device == Device::kCpu ? "the CPU" : "a CUDA device") + ", got " + wanted);
 }
 
-Status check_ids(const char* name, const ConstMatrix& ids, std::int64_t n) {
-  const std::string argument(name);
-  if (ids.rows != n || ids.cols < 0)
-    return {StatusCode::kInvalidArgument,
-            argument + ": expected [" + str(n) + ", K], got [" + str(ids.rows) + ", " + str(ids.cols) + "]"};
-  if (ids.rows > 1 && ids.row_stride < ids.cols)
-    return {StatusCode::kInvalidArgument, argument + ": expected row stride >= " + str(ids.cols) +
-                                              " (contiguous columns), got " + str(ids.row_stride)};
-  if (ids.data == nullptr && ids.rows > 0 && ids.cols > 0)
-    return {StatusCode::kInvalidArgument, argument + ": expected data, got a null pointer"};
-  return {};
-}
-
 Status bad_support_id(const ResolvedSupport& r, std::int64_t id, std::int64_t row, std::int64_t column) {
   return {StatusCode::kInvalidArgument, std::string(r.ids_name) + ": expected ids in [0, " + str(r.head.valid_vocab) +
                                             ") or -1 as padding, got " + str(id) + " at row " + str(row) + ", column " +
@@ -112,23 +94,26 @@ Status check_host_support_values(const ResolvedSupport& r) {
 
 Result<WorkspaceSize> support_workspace_size(const SupportProblem& given, Operation operation,
                                              const BackwardOutputs& gradients, const Execution& execution) {
-  Result<ResolvedSupport> r = resolve(given, execution);
-  if (!r.ok()) return r.status();
-  Result<const SupportImplementation*> implementation = choose_support(execution);
-  if (!implementation.ok()) return implementation.status();
-  return (*implementation)->workspace_size(*r, operation, gradients, execution);
+  return guarded("support_workspace_size", [&]() -> Result<WorkspaceSize> {
+    Result<ResolvedSupport> r = resolve(given, execution);
+    if (!r.ok()) return r.status();
+    Result<const SupportImplementation*> implementation = choose_support(execution);
+    if (!implementation.ok()) return implementation.status();
+    return (*implementation)->workspace_size(*r, operation, gradients, execution);
+  });
 }
 
 Status support_forward_partial(const SupportProblem& given, const Matrix& state, const Execution& execution) {
   return call(
-      given, execution, true, &kPartial, {}, [&](const ResolvedSupport& r) { return validate_state(r.head, state); },
+      "support_forward_partial", given, execution, true, &kPartial, {},
+      [&](const ResolvedSupport& r) { return validate_state(r.head, state); },
       [&](const SupportImplementation& i, const ResolvedSupport& r) { return i.forward_partial(r, state, execution); });
 }
 
 Status support_combine(const SupportProblem& given, const ConstMatrix& states, const SupportOutputs& outputs,
                        const Execution& execution) {
   return call(
-      given, execution, false, nullptr, {},
+      "support_combine", given, execution, false, nullptr, {},
       [&](const ResolvedSupport& r) {
         LMHEAD_RETURN_IF_ERROR(validate_combine(r.head, states, {}));
         return check_outputs(r, outputs);
@@ -140,7 +125,7 @@ Status support_combine(const SupportProblem& given, const ConstMatrix& states, c
 
 Status support_forward(const SupportProblem& given, const SupportOutputs& outputs, const Execution& execution) {
   return call(
-      given, execution, true, &kWhole, {},
+      "support_forward", given, execution, true, &kWhole, {},
       [&](const ResolvedSupport& r) {
         if (r.head.v_local != r.head.vocab_size)
           return Status(StatusCode::kInvalidArgument,
@@ -163,7 +148,7 @@ Status support_forward(const SupportProblem& given, const SupportOutputs& output
 Status support_backward(const SupportProblem& given, const BackwardInputs& inputs, const BackwardOutputs& outputs,
                         const Execution& execution) {
   return call(
-      given, execution, true, &kGradient, outputs,
+      "support_backward", given, execution, true, &kGradient, outputs,
       [&](const ResolvedSupport& r) { return validate_backward(r.head, inputs, outputs); },
       [&](const SupportImplementation& i, const ResolvedSupport& r) {
         return i.backward(r, inputs, outputs, execution);

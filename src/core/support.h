@@ -33,8 +33,6 @@ struct SupportImplementation {
 
 /// The candidate-set backend that the caller allows.
 Result<const SupportImplementation*> choose_support(const Execution& execution);
-/// Shape and memory of [N, K] ids named `name`; the dtype is the caller's to check.
-Status check_ids(const char* name, const ConstMatrix& ids, std::int64_t n);
 
 extern const SupportImplementation kSupportCpu;   // src/cpu/support.cc
 extern const SupportImplementation kSupportCuda;  // src/cuda/support.cc, with LMHEAD_HAS_CUDA

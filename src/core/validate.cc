@@ -38,34 +38,6 @@ Status check_aligned(const char* name, const void* data, DType dtype) {
                  "an address " + str(static_cast<std::int64_t>(over)) + " bytes past");
 }
 
-Status check_matrix(const char* name, const ConstMatrix& m) {
-  if (m.rows < 0 || m.cols < 0) return invalid(name, "sizes >= 0", shape(m));
-  if (m.rows > 1 && m.row_stride < m.cols)
-    return invalid(name, "row stride >= " + str(m.cols) + " (contiguous columns)", str(m.row_stride));
-  if (!fits_in_memory(m.rows, m.row_stride, m.cols, m.dtype))
-    return invalid(name, "a size that fits in memory", shape(m));
-  if (m.data == nullptr && m.rows > 0 && m.cols > 0) return invalid(name, "data for " + shape(m), "a null pointer");
-  return check_aligned(name, m.data, m.dtype);
-}
-
-Status check_vector(const char* name, const ConstVector& v, std::int64_t size) {
-  if (v.size != size) return invalid(name, "[" + str(size) + "]", "[" + str(v.size) + "]");
-  if (v.data == nullptr && size > 0) return invalid(name, "data for [" + str(size) + "]", "a null pointer");
-  const __int128 last = static_cast<__int128>(size - 1) * v.stride * static_cast<__int128>(size_of(v.dtype));
-  constexpr __int128 kLimit = std::numeric_limits<std::int64_t>::max();
-  if (size > 0 && (last > kLimit || last < -kLimit))
-    return invalid(name, "a stride that fits in memory", str(v.stride));
-  return check_aligned(name, v.data, v.dtype);
-}
-
-Status check_output_vector(const char* name, const Vector& v, std::int64_t size, DType dtype) {
-  if (v.absent()) return {};
-  LMHEAD_RETURN_IF_ERROR(check_vector(name, {v.data, v.size, v.stride, v.dtype}, size));
-  if (v.dtype != dtype) return mistyped(name, to_string(dtype), to_string(v.dtype));
-  if (v.stride == 0 && size > 1) return invalid(name, "a stride other than 0", "0");
-  return {};
-}
-
 ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
 
 /// Temperatures and softcaps are used in fp32 unless the inputs are fp64: a value or a reciprocal that the type cannot
@@ -88,9 +60,55 @@ Status check_positive(const char* name, double value, bool fp64) {
 
 }  // namespace
 
+Status validate_matrix(const char* name, const ConstMatrix& m) {
+  if (m.rows < 0 || m.cols < 0) return invalid(name, "sizes >= 0", shape(m));
+  if (m.rows > 1 && m.row_stride < m.cols)
+    return invalid(name, "row stride >= " + str(m.cols) + " (contiguous columns)", str(m.row_stride));
+  if (!fits_in_memory(m.rows, m.row_stride, m.cols, m.dtype))
+    return invalid(name, "a size that fits in memory", shape(m));
+  if (m.data == nullptr && m.rows > 0 && m.cols > 0) return invalid(name, "data for " + shape(m), "a null pointer");
+  return check_aligned(name, m.data, m.dtype);
+}
+
+Status validate_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t cols, DType dtype) {
+  if (m.rows != rows || m.cols != cols) return invalid(name, "[" + str(rows) + ", " + str(cols) + "]", shape(m));
+  if (m.dtype != dtype) return mistyped(name, to_string(dtype), to_string(m.dtype));
+  return validate_matrix(name, m);
+}
+
+Status validate_ids(const char* name, const ConstMatrix& ids, std::int64_t n, bool int64_too) {
+  if (ids.dtype != DType::kInt32 && !(int64_too && ids.dtype == DType::kInt64))
+    return mistyped(name, int64_too ? "int32 or int64" : "int32", to_string(ids.dtype));
+  if (ids.rows != n || ids.cols < 0) return invalid(name, "[" + str(n) + ", K]", shape(ids));
+  return validate_matrix(name, ids);
+}
+
+Status validate_vector(const char* name, const ConstVector& v, std::int64_t size) {
+  if (v.size != size) return invalid(name, "[" + str(size) + "]", "[" + str(v.size) + "]");
+  if (v.data == nullptr && size > 0) return invalid(name, "data for [" + str(size) + "]", "a null pointer");
+  const __int128 last = static_cast<__int128>(size - 1) * v.stride * static_cast<__int128>(size_of(v.dtype));
+  constexpr __int128 kLimit = std::numeric_limits<std::int64_t>::max();
+  if (size > 0 && (last > kLimit || last < -kLimit))
+    return invalid(name, "a stride that fits in memory", str(v.stride));
+  return check_aligned(name, v.data, v.dtype);
+}
+
+Status validate_vector(const char* name, const ConstVector& v, std::int64_t size, DType dtype) {
+  LMHEAD_RETURN_IF_ERROR(validate_vector(name, v, size));
+  if (v.dtype != dtype) return mistyped(name, to_string(dtype), to_string(v.dtype));
+  return {};
+}
+
+Status validate_output(const char* name, const Vector& v, std::int64_t size, DType dtype) {
+  if (v.absent()) return {};
+  LMHEAD_RETURN_IF_ERROR(validate_vector(name, {v.data, v.size, v.stride, v.dtype}, size, dtype));
+  if (v.stride == 0 && size > 1) return invalid(name, "a stride other than 0", "0");
+  return {};
+}
+
 Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
-  LMHEAD_RETURN_IF_ERROR(check_matrix("hidden", p.hidden));
-  LMHEAD_RETURN_IF_ERROR(check_matrix("weight", p.weight));
+  LMHEAD_RETURN_IF_ERROR(validate_matrix("hidden", p.hidden));
+  LMHEAD_RETURN_IF_ERROR(validate_matrix("weight", p.weight));
   if (!is_floating(p.hidden.dtype))
     return mistyped("hidden", "float32, bfloat16, float16 or float64", to_string(p.hidden.dtype));
   if (!is_floating(p.weight.dtype))
@@ -131,19 +149,19 @@ Result<ResolvedProblem> validate(const Problem& p, const Execution& execution) {
   r.v_valid = std::max<std::int64_t>(0, std::min(r.v_local, r.valid_vocab - p.vocab_start));
 
   if (!p.bias.absent()) {
-    LMHEAD_RETURN_IF_ERROR(check_vector("bias", p.bias, r.v_local));
+    LMHEAD_RETURN_IF_ERROR(validate_vector("bias", p.bias, r.v_local));
     if (!is_floating(p.bias.dtype) || (p.bias.dtype == DType::kFloat64 && !fp64))
       return mistyped("bias", fp64 ? "float64" : "float32, bfloat16 or float16", to_string(p.bias.dtype));
   }
-  LMHEAD_RETURN_IF_ERROR(check_vector("targets", p.targets, r.n));
+  LMHEAD_RETURN_IF_ERROR(validate_vector("targets", p.targets, r.n));
   if (p.targets.dtype != DType::kInt32 && p.targets.dtype != DType::kInt64)
     return mistyped("targets", "int32 or int64", to_string(p.targets.dtype));
   if (!p.active.absent()) {
     if (is_floating(p.active.dtype)) return mistyped("active", "bool or an integer type", to_string(p.active.dtype));
-    LMHEAD_RETURN_IF_ERROR(check_vector("active", p.active, r.n));
+    LMHEAD_RETURN_IF_ERROR(validate_vector("active", p.active, r.n));
   }
   if (!p.row_temperature.absent()) {
-    LMHEAD_RETURN_IF_ERROR(check_vector("temperature", p.row_temperature, r.n));
+    LMHEAD_RETURN_IF_ERROR(validate_vector("temperature", p.row_temperature, r.n));
     if (p.row_temperature.dtype != DType::kFloat32 && !(fp64 && p.row_temperature.dtype == DType::kFloat64))
       return mistyped("temperature", fp64 ? "float32 or float64" : "float32", to_string(p.row_temperature.dtype));
   }
@@ -193,7 +211,7 @@ Status check_host_values(const ResolvedProblem& r) {
 }
 
 Status validate_state(const ResolvedProblem& r, const Matrix& state) {
-  LMHEAD_RETURN_IF_ERROR(check_matrix("state", as_const(state)));
+  LMHEAD_RETURN_IF_ERROR(validate_matrix("state", as_const(state)));
   if (state.rows != r.n || state.cols != kStateWidth)
     return invalid("state", "[" + str(r.n) + ", 4]", shape(as_const(state)));
   if (state.dtype != r.result) return mistyped("state", to_string(r.result), to_string(state.dtype));
@@ -203,7 +221,7 @@ Status validate_state(const ResolvedProblem& r, const Matrix& state) {
 }
 
 Status validate_combine(const ResolvedProblem& r, const ConstMatrix& states, const ForwardOutputs& outputs) {
-  LMHEAD_RETURN_IF_ERROR(check_matrix("states", states));
+  LMHEAD_RETURN_IF_ERROR(validate_matrix("states", states));
   if (states.cols != kStateWidth || (r.n > 0 && (states.rows == 0 || states.rows % r.n != 0)))
     return invalid("states", "[S * " + str(r.n) + ", 4] with S >= 1", shape(states));
   if (states.dtype != r.result) return mistyped("states", to_string(r.result), to_string(states.dtype));
@@ -213,9 +231,9 @@ Status validate_combine(const ResolvedProblem& r, const ConstMatrix& states, con
 }
 
 Status validate_outputs(const ResolvedProblem& r, const ForwardOutputs& outputs) {
-  LMHEAD_RETURN_IF_ERROR(check_output_vector("logprob", outputs.logprob, r.n, r.result));
-  LMHEAD_RETURN_IF_ERROR(check_output_vector("entropy", outputs.entropy, r.n, r.result));
-  LMHEAD_RETURN_IF_ERROR(check_output_vector("lse", outputs.lse, r.n, r.result));
+  LMHEAD_RETURN_IF_ERROR(validate_output("logprob", outputs.logprob, r.n, r.result));
+  LMHEAD_RETURN_IF_ERROR(validate_output("entropy", outputs.entropy, r.n, r.result));
+  LMHEAD_RETURN_IF_ERROR(validate_output("lse", outputs.lse, r.n, r.result));
   if (r.given.entropy == EntropyMode::kOff && !outputs.entropy.absent())
     return invalid("entropy", "no output under EntropyMode::kOff", "one");
   return {};
@@ -225,9 +243,7 @@ namespace {
 
 Status check_upstream(const char* name, const ConstVector& v, const ResolvedProblem& r) {
   if (v.absent()) return {};
-  LMHEAD_RETURN_IF_ERROR(check_vector(name, v, r.n));
-  if (v.dtype != r.result) return mistyped(name, to_string(r.result), to_string(v.dtype));
-  return {};
+  return validate_vector(name, v, r.n, r.result);
 }
 
 Status check_gradient(const char* name, const Matrix& m, std::int64_t rows, std::int64_t cols, DType own,
@@ -236,14 +252,12 @@ Status check_gradient(const char* name, const Matrix& m, std::int64_t rows, std:
     if (accumulate) return invalid(name, "a buffer to accumulate into", "none");
     return {};
   }
-  LMHEAD_RETURN_IF_ERROR(check_matrix(name, as_const(m)));
+  LMHEAD_RETURN_IF_ERROR(validate_matrix(name, as_const(m)));
   if (m.rows != rows || m.cols != cols)
     return invalid(name, "[" + str(rows) + ", " + str(cols) + "]", shape(as_const(m)));
   const DType wanted = accumulate ? result : own;
   if (m.dtype != wanted && m.dtype != result)
     return mistyped(name, std::string(to_string(wanted)) + (accumulate ? " to accumulate in" : ""), to_string(m.dtype));
-  if (accumulate && m.dtype != result)
-    return mistyped(name, std::string(to_string(result)) + " to accumulate in", to_string(m.dtype));
   return {};
 }
 
@@ -252,18 +266,15 @@ Status check_gradient(const char* name, const Matrix& m, std::int64_t rows, std:
 Status validate_backward(const ResolvedProblem& r, const BackwardInputs& in, const BackwardOutputs& out) {
   const Problem& p = r.given;
   if (p.inference_only) return invalid("inference_only", "false for a backward", "true");
-  LMHEAD_RETURN_IF_ERROR(check_vector("lse", in.lse, r.n));
-  if (in.lse.dtype != r.result) return mistyped("lse", to_string(r.result), to_string(in.lse.dtype));
+  LMHEAD_RETURN_IF_ERROR(validate_vector("lse", in.lse, r.n, r.result));
   LMHEAD_RETURN_IF_ERROR(check_upstream("dlogprob", in.dlogprob, r));
   LMHEAD_RETURN_IF_ERROR(check_upstream("dentropy", in.dentropy, r));
   LMHEAD_RETURN_IF_ERROR(check_upstream("entropy", in.entropy, r));
   if (!in.selected.absent()) {
     const ConstMatrix& ids = in.selected.ids;
-    if (ids.dtype != DType::kInt32 && ids.dtype != DType::kInt64)
-      return mistyped("selected ids", "int32 or int64", to_string(ids.dtype));
-    LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected ids", ids, r.n, ids.cols, ids.dtype));
-    LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected logits", in.selected.logits, r.n, ids.cols, r.result));
-    LMHEAD_RETURN_IF_ERROR(validate_rows_matrix("selected upstream", in.selected.upstream, r.n, ids.cols, r.result));
+    LMHEAD_RETURN_IF_ERROR(validate_ids("selected ids", ids, r.n, true));
+    LMHEAD_RETURN_IF_ERROR(validate_matrix("selected logits", in.selected.logits, r.n, ids.cols, r.result));
+    LMHEAD_RETURN_IF_ERROR(validate_matrix("selected upstream", in.selected.upstream, r.n, ids.cols, r.result));
     if (in.dlogprob.absent()) return invalid("dlogprob", "each row's total of the selected upstream gradients", "none");
   }
   if (!in.dentropy.absent()) {
@@ -278,7 +289,7 @@ Status validate_backward(const ResolvedProblem& r, const BackwardInputs& in, con
   if (!out.bias.absent()) {
     if (p.bias.absent() && r.v_local > 0) return invalid("bias gradient", "none without a bias", "one");
     LMHEAD_RETURN_IF_ERROR(
-        check_vector("bias gradient", {out.bias.data, out.bias.size, out.bias.stride, out.bias.dtype}, r.v_local));
+        validate_vector("bias gradient", {out.bias.data, out.bias.size, out.bias.stride, out.bias.dtype}, r.v_local));
     if (out.bias.dtype != r.result && (out.accumulate_bias || out.bias.dtype != p.bias.dtype))
       return mistyped("bias gradient", to_string(out.accumulate_bias ? r.result : p.bias.dtype),
                       to_string(out.bias.dtype));

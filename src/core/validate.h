@@ -21,7 +21,18 @@ Status validate_workspace(const Execution& execution, const WorkspaceSize& neede
 /// The caller's cache of more than 0 bytes.
 Status validate_cache(const Execution& execution);
 
-/// Shape, dtype and memory of an [N, K] operand.
-Status validate_rows_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t k, DType dtype);
+// Single operands, for calls that have more than a problem's. Memory: a pointer where there are elements, aligned to
+// them, and strides that keep every address within 64 bits.
+
+/// Sizes and memory.
+Status validate_matrix(const char* name, const ConstMatrix& m);
+/// These and shape and dtype.
+Status validate_matrix(const char* name, const ConstMatrix& m, std::int64_t rows, std::int64_t cols, DType dtype);
+/// [N, K] int32 (or int64) ids.
+Status validate_ids(const char* name, const ConstMatrix& ids, std::int64_t n, bool int64_too);
+Status validate_vector(const char* name, const ConstVector& v, std::int64_t size);
+Status validate_vector(const char* name, const ConstVector& v, std::int64_t size, DType dtype);
+/// An output that may be absent.
+Status validate_output(const char* name, const Vector& v, std::int64_t size, DType dtype);
 
 }  // namespace lmhead
