@@ -346,6 +346,16 @@ TEST(Packed, ArgumentsAreChecked) {
             "layout: expected one, got a null pointer");
   EXPECT_EQ(message([](PackedProblem& p, int, int) { p.head.hidden.rows = 4; }),
             "hidden: expected [5, H] (this rank's rows of the layout), got [4, 4]");
+  for (const bool gathered : {false, true}) {
+    EXPECT_EQ(
+        message([&](PackedProblem& p, int, int) { p.sequence_parallel = gathered, p.head.hidden.data = nullptr; }),
+        "hidden: expected data for [5, 4], got a null pointer");
+    EXPECT_EQ(
+        message([&](PackedProblem& p, int, int) { p.sequence_parallel = gathered, p.head.hidden.row_stride = 3; }),
+        "hidden: expected row stride >= 4 (contiguous columns), got 3");
+  }
+  EXPECT_EQ(message([](PackedProblem& p, int, int) { p.input_ids.data = nullptr; }),
+            "input_ids: expected data for [5], got a null pointer");
   EXPECT_EQ(message([](PackedProblem& p, int, int) { p.loss_mask = p.input_ids, p.loss_mask.dtype = DType::kFloat32; }),
             "loss_mask: expected bool or an integer type, got float32");
   EXPECT_EQ(message([](PackedProblem& p, int, int) { p.input_ids.dtype = DType::kInt16; }),

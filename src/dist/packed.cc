@@ -15,10 +15,10 @@ Status invalid(const std::string& message) { return {StatusCode::kInvalidArgumen
 
 Status check_rows(const char* name, const ConstVector& v, std::int64_t size, bool optional,
                   const Execution& execution) {
-  if (v.absent() && v.data == nullptr && optional) return {};
+  if (v.absent() && optional) return {};
   if (v.size != size)
     return invalid(std::string(name) + ": expected [" + str(size) + "] (one a token), got [" + str(v.size) + "]");
-  if (v.data == nullptr && size > 0) return invalid(std::string(name) + ": expected data, got a null pointer");
+  LMHEAD_RETURN_IF_ERROR(validate_vector(name, v, size));
   return check_place(name, v.data, execution);
 }
 
@@ -112,6 +112,8 @@ Status check_problem(const PackedProblem& p, const Groups& groups, const Executi
     return invalid(
         "head: expected no targets, active or row_temperature (they follow from input_ids, loss_mask and "
         "row_temperature of the packed problem), got one");
+  // Under sequence_parallel no other check sees these rows: the head is given the gathered ones.
+  LMHEAD_RETURN_IF_ERROR(validate_matrix("hidden", head.hidden));
   const std::int64_t rows = layout.local_total() / (p.sequence_parallel ? groups.tp.size() : 1);
   if (p.sequence_parallel && layout.local_total() % groups.tp.size() != 0)
     return invalid("sequence_parallel: expected local rows divisible by tp, got " + str(layout.local_total()));
@@ -172,20 +174,20 @@ Status gather_hidden(const PackedProblem& p, Communicator& tp, LocalRows& local,
   return tp.all_gather(slot, local.at.hidden, bytes, execution.stream);
 }
 
-/// Equal on all ranks of a batch: lengths and the options of the layout, and ids and masks where they are in host
-/// memory.
+/// Of checked arguments. Equal on all ranks of a batch: lengths and the options of the layout, and ids and masks where
+/// they are in host memory.
 std::int64_t batch_hash(const PackedProblem& p, const Execution& execution) {
-  if (p.layout == nullptr || !is_checked(execution)) return 0;
+  if (!is_checked(execution)) return 0;
   std::uint64_t hash = 0xcbf29ce484222325u;
   const auto add = [&hash](std::int64_t word) { hash = (hash ^ static_cast<std::uint64_t>(word)) * 0x100000001b3u; };
   for (const std::int64_t offset : p.layout->cu_seqlens_padded()) add(offset);
   for (const std::int64_t offset : p.layout->cu_seqlens()) add(offset);
   add(p.sequence_parallel);
   const std::int64_t tokens = execution.device == Device::kCpu ? p.layout->num_tokens() : 0;
-  if (p.input_ids.data != nullptr && p.input_ids.size == tokens)
-    for (std::int64_t i = 0; i < tokens; ++i) add(load_int(p.input_ids, i));
-  if (p.loss_mask.data != nullptr && p.loss_mask.size == tokens)
-    for (std::int64_t i = 0; i < tokens; ++i) add(load_int(p.loss_mask, i) > 0);
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    add(load_int(p.input_ids, i));
+    if (!p.loss_mask.absent()) add(load_int(p.loss_mask, i) > 0);
+  }
   return static_cast<std::int64_t>(hash);
 }
 
@@ -263,7 +265,8 @@ Status packed_forward(const PackedProblem& p, const ParallelGroups& given, const
     return prepared.local;
   });
   prepared.local = sliced;
-  LMHEAD_RETURN_IF_ERROR(settle_both(groups, "packed_forward", batch_hash(p, execution), prepared, execution));
+  const std::int64_t hash = sliced.ok() ? batch_hash(p, execution) : 0;  // else there may be nothing to read
+  LMHEAD_RETURN_IF_ERROR(settle_both(groups, "packed_forward", hash, prepared, execution));
 
   LMHEAD_RETURN_IF_ERROR(gather_hidden(p, groups.tp, local, execution));
   if (Status status = run_forward(prepared, groups.tp, own, execution); !status.ok()) {
