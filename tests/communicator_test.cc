@@ -203,6 +203,18 @@ TEST(Communicator, AbortCarriesItsReason) {
   for (const Status& s : statuses) EXPECT_NE(s.message().find("rank 0: workspace: none left"), std::string::npos);
 }
 
+TEST(Communicator, ARankWithoutMemoryTellsTheOthers) {
+  const auto statuses = run_ranks(2, [](Communicator& c) -> Status {
+    float data = 0;
+    // Only rank 0 asks for 2^63 bytes, which no buffer can have.
+    return c.all_reduce_sum(&data, c.rank() == 0 ? std::int64_t{1} << 61 : 1, DType::kFloat32);
+  });
+  EXPECT_EQ(statuses[0].to_string(),
+            "out of memory: memory: expected enough for all_reduce_sum, got an allocation that failed");
+  EXPECT_EQ(statuses[1].code(), StatusCode::kCommunication);
+  EXPECT_NE(statuses[1].message().find("rank 0: memory: expected enough"), std::string::npos) << statuses[1].message();
+}
+
 TEST(Communicator, ArgumentsAreChecked) {
   EXPECT_EQ(local_communicators(0).status().message(), "size: expected >= 1, got 0");
   auto group = local_communicators(1);

@@ -6,6 +6,7 @@
 //  - A call that cannot finish (a rank is gone, failed or makes another call) ends with kCommunication on
 //    every rank that waits for it, at the latest after the group's timeout. The group is then broken:
 //    every later call returns the same error. Make a new group.
+//  - A rank without memory for a call's buffers gets kOutOfMemory and aborts the group.
 //  - Sums run in rank order: accumulated in fp32 (fp64 for fp64) and rounded once, so that they repeat
 //    bit for bit and threads and MPI agree. NCCL sums in its own fixed order and in the given dtype.
 #pragma once

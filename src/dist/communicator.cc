@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/dispatch.h"
 #include "core/element.h"
 #include "dist/host_communicator.h"
 
@@ -20,6 +21,14 @@ Status check_sum(std::int64_t count, DType dtype) {
   if (!is_floating(dtype))
     return {StatusCode::kTypeMismatch, std::string("dtype: expected a floating type, got ") + to_string(dtype)};
   return {};
+}
+
+/// Runs a collective. A rank without memory for its buffers tells the others, which wait for it.
+template <class Fn>
+Status run(Communicator& group, const char* call, const Fn& fn) {
+  Status status = guarded(call, fn);
+  if (status.code() == StatusCode::kOutOfMemory) group.abort(status);
+  return status;
 }
 
 /// out[i] = sum over ranks of parts[r * count + i], in rank order.
@@ -42,7 +51,7 @@ void sum_in_rank_order(const void* parts, int ranks, std::int64_t count, DType d
 Status Communicator::all_gather(const void* send, void* receive, std::size_t bytes, void* stream) {
   LMHEAD_RETURN_IF_ERROR(check_pointer("send", send, bytes > 0));
   LMHEAD_RETURN_IF_ERROR(check_pointer("receive", receive, bytes > 0));
-  LMHEAD_RETURN_IF_ERROR(do_all_gather(send, receive, bytes, stream));
+  LMHEAD_RETURN_IF_ERROR(run(*this, "all_gather", [&] { return do_all_gather(send, receive, bytes, stream); }));
   ++traffic_.all_gathers;
   traffic_.bytes_sent += static_cast<std::int64_t>(bytes) * (size_ - 1);
   return {};
@@ -51,7 +60,7 @@ Status Communicator::all_gather(const void* send, void* receive, std::size_t byt
 Status Communicator::all_reduce_sum(void* data, std::int64_t count, DType dtype, void* stream) {
   LMHEAD_RETURN_IF_ERROR(check_sum(count, dtype));
   LMHEAD_RETURN_IF_ERROR(check_pointer("data", data, count > 0));
-  LMHEAD_RETURN_IF_ERROR(do_all_reduce_sum(data, count, dtype, stream));
+  LMHEAD_RETURN_IF_ERROR(run(*this, "all_reduce_sum", [&] { return do_all_reduce_sum(data, count, dtype, stream); }));
   ++traffic_.all_reduces;
   const std::int64_t part = (count + size_ - 1) / size_ * static_cast<std::int64_t>(size_of(dtype));
   traffic_.bytes_sent += 2 * part * (size_ - 1);
@@ -63,7 +72,8 @@ Status Communicator::reduce_scatter_sum(const void* send, void* receive, std::in
   LMHEAD_RETURN_IF_ERROR(check_sum(count, dtype));
   LMHEAD_RETURN_IF_ERROR(check_pointer("send", send, count > 0));
   LMHEAD_RETURN_IF_ERROR(check_pointer("receive", receive, count > 0));
-  LMHEAD_RETURN_IF_ERROR(do_reduce_scatter_sum(send, receive, count, dtype, stream));
+  LMHEAD_RETURN_IF_ERROR(
+      run(*this, "reduce_scatter_sum", [&] { return do_reduce_scatter_sum(send, receive, count, dtype, stream); }));
   ++traffic_.reduce_scatters;
   traffic_.bytes_sent += count * static_cast<std::int64_t>(size_of(dtype)) * (size_ - 1);
   return {};
@@ -72,7 +82,7 @@ Status Communicator::reduce_scatter_sum(const void* send, void* receive, std::in
 Status Communicator::exchange(const void* send, void* receive, std::size_t bytes) {
   LMHEAD_RETURN_IF_ERROR(check_pointer("send", send, bytes > 0));
   LMHEAD_RETURN_IF_ERROR(check_pointer("receive", receive, bytes > 0));
-  LMHEAD_RETURN_IF_ERROR(do_exchange(send, receive, bytes));
+  LMHEAD_RETURN_IF_ERROR(run(*this, "exchange", [&] { return do_exchange(send, receive, bytes); }));
   ++traffic_.exchanges;
   traffic_.bytes_sent += static_cast<std::int64_t>(bytes) * (size_ - 1);
   return {};

@@ -98,7 +98,7 @@ class NcclCommunicator final : public Communicator {
     const std::size_t total = bytes * static_cast<std::size_t>(size());
     if (staging_bytes_ < total) {
       if (staging_ != nullptr) LMHEAD_RETURN_IF_ERROR(check(cudaFree(staging_), "exchange"));
-      staging_ = nullptr;
+      staging_ = nullptr, staging_bytes_ = 0;
       LMHEAD_RETURN_IF_ERROR(check(cudaMalloc(&staging_, total), "exchange"));
       staging_bytes_ = total;
     }

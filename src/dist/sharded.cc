@@ -196,23 +196,25 @@ VocabShard vocab_shard(std::int64_t vocab_size, int rank, int ranks) {
 Result<WorkspaceSize> sharded_workspace_size(const Problem& problem, const Communicator& tp, Operation operation,
                                              ReduceHiddenGrad reduce, const BackwardOutputs& gradients,
                                              const Execution& execution) {
-  Result<Call> call = plan_call(problem, execution, operation);
-  if (!call.ok()) return call.status();
-  const ResolvedProblem& r = call->problem;
-  std::size_t own = 0;
-  BackwardOutputs inner = gradients;
-  if (operation == Operation::kBackward) {
-    own = hidden_part_bytes(r, tp.size(), reduce, gradients);
-    inner = inner_outputs(r, gradients, reduce, gradients.hidden.data);
-  } else {
-    own = gathered_bytes(r, tp.size());
-    operation = Operation::kForwardPartial;
-  }
-  Result<WorkspaceSize> size = call->implementation->workspace_size(r, operation, inner, execution);
-  if (!size.ok()) return size;
-  size->bytes += Scratch::aligned(own);
-  if (operation == Operation::kBackward) size->accumulator += Scratch::aligned(own);
-  return size;
+  return guarded("sharded_workspace_size", [&]() -> Result<WorkspaceSize> {
+    Result<Call> call = plan_call(problem, execution, operation);
+    if (!call.ok()) return call.status();
+    const ResolvedProblem& r = call->problem;
+    std::size_t own = 0;
+    BackwardOutputs inner = gradients;
+    if (operation == Operation::kBackward) {
+      own = hidden_part_bytes(r, tp.size(), reduce, gradients);
+      inner = inner_outputs(r, gradients, reduce, gradients.hidden.data);
+    } else {
+      own = gathered_bytes(r, tp.size());
+      operation = Operation::kForwardPartial;
+    }
+    Result<WorkspaceSize> size = call->implementation->workspace_size(r, operation, inner, execution);
+    if (!size.ok()) return size;
+    size->bytes += Scratch::aligned(own);
+    if (operation == Operation::kBackward) size->accumulator += Scratch::aligned(own);
+    return size;
+  });
 }
 
 Status sharded_forward(const Problem& problem, Communicator& tp, const ForwardOutputs& outputs,
