@@ -91,8 +91,8 @@ def _reported(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **options)
         from . import distributed
 
-        hidden = args[0] if args else options["hidden"]
-        with distributed.reporting(options["group"], options.get("check"), hidden.device):
+        device = distributed.device_of(*args, *options.values())
+        with distributed.reporting(options["group"], options.get("check"), device):
             return function(*args, **options)
 
     return call

@@ -53,6 +53,11 @@ def rank_and_size(group: Any) -> tuple[int, int]:
     return resolved.rank(), resolved.size()
 
 
+def device_of(*values: Any) -> torch.device:
+    """Of the first tensor; the CPU where there is none, so that a bad argument does not keep its rank from telling."""
+    return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+
+
 def is_checked(check: bool | None, device: torch.device) -> bool:
     return device.type == "cpu" if check is None else check
 

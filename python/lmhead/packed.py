@@ -62,9 +62,11 @@ def packed_logprobs(
     and sums nothing over cp_group: the caller sums the weight's gradient over it.
     """
     tp, cp = distributed.rank_and_size(tp_group)[1], distributed.rank_and_size(cp_group)[1]
-    checked = distributed.is_checked(check, hidden.device)
+    device = distributed.device_of(hidden, weight, input_ids)
+    checked = distributed.is_checked(check, device)
     extra = _fingerprint(input_ids, cu_seqlens, layout, loss_mask, sequence_parallel) if checked else 0
-    with distributed.reporting(tp_group, check, hidden.device, context=cp_group, extra=extra):
+    with distributed.reporting(tp_group, check, device, context=cp_group, extra=extra):
+        _check_tensors(hidden=hidden, input_ids=input_ids, loss_mask=loss_mask)
         layout = _layout(layout, cu_seqlens, tp, cp)
         rows = _Rows(layout, input_ids, distributed.rank_and_size(cp_group)[0])
         if sequence_parallel and reduce_hidden_grad not in (None, "reduce_scatter"):
@@ -97,6 +99,12 @@ def packed_logprobs(
     return _Gather.apply(rows, cp_group, *results)
 
 
+def _check_tensors(*, loss_mask: Any, **required: Any) -> None:
+    for name, value in {**required, **({} if loss_mask is None else {"loss_mask": loss_mask})}.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected torch.Tensor, got {type(value).__name__}")
+
+
 def _layout(layout: PackedLayout | None, cu_seqlens: Any, tp: int, cp: int) -> PackedLayout:
     if layout is None:
         if cu_seqlens is None:
@@ -114,7 +122,8 @@ def _fingerprint(*parts: Any) -> int:
     digest = 0
     for part in parts:
         if isinstance(part, Tensor):
-            part = (tuple(part.shape), part.detach().cpu().contiguous().numpy().tobytes())
+            # As bytes: NumPy does not know every dtype.
+            part = (tuple(part.shape), part.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(part, PackedLayout):
             part = (part.cu_seqlens, part.cu_seqlens_padded)
         digest = zlib.crc32(repr(part).encode(), digest)

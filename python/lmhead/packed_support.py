@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import distributed
 from .layout import PackedLayout
-from .packed import _Gather, _layout, _Rows
+from .packed import _check_tensors, _Gather, _layout, _Rows
 from .support import _second_in_trajectory, support_logprobs
 
 if TYPE_CHECKING:
@@ -63,36 +63,42 @@ def packed_support_logprobs(
         no candidate is 0, 0. The hidden gradient is this tensor-parallel rank's part, except with sequence_parallel.
     """
     tp, cp = distributed.rank_and_size(tp_group)[1], distributed.rank_and_size(cp_group)[1]
-    layout = _layout(layout, cu_seqlens, tp, cp)
-    rows = _Rows(layout, input_ids, distributed.rank_and_size(cp_group)[0])
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    if sequence_parallel and tp > 1:
-        flat = _GatherHidden.apply(flat, tp_group)
-    if flat.shape[0] != layout.local_total:
-        raise ValueError(
-            f"hidden: expected {layout.local_total // (tp if sequence_parallel else 1)} rows (this rank's part of "
-            f"{layout!r}), got {list(hidden.shape)}"
+    scattered = sequence_parallel and tp > 1
+    # What fails before the rows of hidden are gathered cannot be told in a header: the others are in that gather.
+    groups = (None, None) if scattered else (tp_group, cp_group)
+    device = distributed.device_of(hidden, weight, input_ids)
+    with distributed.reporting(groups[0], options.get("check"), device, context=groups[1]):
+        _check_tensors(hidden=hidden, input_ids=input_ids, support_ids=support_ids, loss_mask=loss_mask)
+        layout = _layout(layout, cu_seqlens, tp, cp)
+        rows = _Rows(layout, input_ids, distributed.rank_and_size(cp_group)[0])
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if scattered:
+            flat = _GatherHidden.apply(flat, tp_group)
+        if flat.shape[0] != layout.local_total:
+            raise ValueError(
+                f"hidden: expected {layout.local_total // (tp if sequence_parallel else 1)} rows (this rank's part of "
+                f"{layout!r}), got {list(hidden.shape)}"
+            )
+        if support_ids.dtype != torch.int32:
+            raise TypeError(f"support_ids: expected int32, got {str(support_ids.dtype).removeprefix('torch.')}")
+        active = rows.active(loss_mask, hidden.device)
+        local_support = rows.shard("support_ids", support_ids, -1)
+        if empty_support == "full":
+            _check_trajectories(layout, rows, support_ids, loss_mask)
+        if isinstance(temperature, Tensor) and temperature.numel() > 1:
+            temperature = rows.shard("temperature", temperature, 1)
+        results = support_logprobs(
+            flat,
+            weight,
+            local_support,
+            rows.targets(input_ids, ignore_index),
+            active=active,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            group=tp_group,
+            empty_support=empty_support,
+            **options,
         )
-    if support_ids.dtype != torch.int32:
-        raise TypeError(f"support_ids: expected int32, got {str(support_ids.dtype).removeprefix('torch.')}")
-    active = rows.active(loss_mask, hidden.device)
-    local_support = rows.shard("support_ids", support_ids, -1)
-    if empty_support == "full":
-        _check_trajectories(layout, rows, support_ids, loss_mask)
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
-        temperature = rows.shard("temperature", temperature, 1)
-    results = support_logprobs(
-        flat,
-        weight,
-        local_support,
-        rows.targets(input_ids, ignore_index),
-        active=active,
-        temperature=temperature,
-        ignore_index=ignore_index,
-        group=tp_group,
-        empty_support=empty_support,
-        **options,
-    )
     return _Gather.apply(rows, cp_group, *results[:2])
 
 

@@ -82,11 +82,11 @@ def _forward(
             rank, ranks = distributed.rank_and_size(group)
             call.reserve(_core.Operation.forward if group is None else _core.Operation.forward_partial)
     with call.guard():
+        if distributed.is_checked(check, call.device):
+            distributed.settle(call, "support_logprobs", group, extra=call.support_ids.shape[1])
         if group is None:
             _core.support_forward(call.support, outputs, call.execution)
         else:
-            if distributed.is_checked(check, call.device):
-                distributed.settle(call, "support_logprobs", group, extra=call.support_ids.shape[1])
             states = torch.empty((ranks * n, _tensors.STATE_WIDTH), dtype=call.result_dtype, device=call.device)
             state = states[rank * n : (rank + 1) * n]
             _core.support_forward_partial(call.support, _tensors.output_matrix(state), call.execution)

@@ -202,6 +202,10 @@ def fault(kind: str) -> str:
             options["entropy_requires_grad"] = True
         elif kind == "dtype":
             targets = targets.float()
+        elif kind == "numpy":
+            x = x.detach().numpy()
+        elif kind == "list":
+            x = x.tolist()
     message, w = "no error", d["w"][start : start + size]
     ids = d["targets"].view(5, 1).int()
     odd = dist.get_rank() == 1
@@ -231,12 +235,16 @@ def packed_fault(kind: str) -> str:
         ids[4] = 24  # predicted by a row of one CP rank
     if kind == "ids" and last:
         ids[1] = (ids[1] + 1) % 24
+    masks = {"mask": torch.ones(3), "half mask": torch.ones(14, dtype=torch.bfloat16), "list": [1] * 14}
+    rows = local_hidden(d["x"], layout, groups[1], groups[0], False), d["w"][start : start + size], ids, None
+    options = dict(layout=layout, tp_group=groups[0], cp_group=groups[1], vocab_start=start, vocab_size=24)
+    if last and kind in masks:
+        options["loss_mask"] = masks[kind]
     try:
-        lmhead.packed_logprobs(
-            local_hidden(d["x"], layout, groups[1], groups[0], False), d["w"][start : start + size], ids, None,
-            layout=layout, tp_group=groups[0], cp_group=groups[1], vocab_start=start, vocab_size=24,
-            **({"loss_mask": torch.ones(3)} if kind == "mask" and last else {}),
-        )  # fmt: skip
+        if kind == "support":
+            lmhead.packed_support_logprobs(*rows, ids.view(-1, 1).to(torch.int64 if last else torch.int32), **options)
+        else:
+            lmhead.packed_logprobs(*rows, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -20,6 +20,8 @@ FAULTS = {
     "options": "ranks disagree on temperature: expected the same on all ranks, got 1 on rank 0 and 2 on rank 1",
     "flags": "entropy_requires_grad",
     "dtype": "targets: expected int32 or int64, got float32",
+    "numpy": "hidden: expected torch.Tensor with group, got numpy.ndarray",
+    "list": "hidden: expected torch.Tensor or numpy.ndarray, got list",
     "selected": "valid_vocab: expected an integer, got float",
     "support": "sampled_ids: expected [5] to match hidden [5, 8], got [4]",
 }
@@ -27,6 +29,9 @@ PACKED_FAULTS = {
     "target": "targets: expected ids in [0, 24)",
     "ids": "ranks disagree on",
     "mask": "loss_mask: expected bool or an integer type, got torch.float32",
+    "half mask": "loss_mask: expected bool or an integer type, got torch.bfloat16",
+    "list": "loss_mask: expected torch.Tensor, got list",
+    "support": "support_ids: expected int32, got int64",
 }
 MASKED = [(dtype, beyond) for dtype in (torch.float32, torch.bfloat16) for beyond in (False, True)]
 SUPPORT_GRIDS = ((1, 1, False), (2, 1, True), (2, 2, False), (1, 4, False), (4, 2, True))
