@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +68,25 @@ def tune(
 
     Returns:
         A choice for each token count and operation whose backend has more than one configuration.
+
+    Raises:
+        ValueError, TypeError: an argument breaks this contract; the message names it.
+        NotImplementedError: the device or backend is not here.
+        MemoryError: the problem does not fit.
     """
     if device is None:
         usable = {b["device"] for b in _core.backends() if b["available"]}
         device = "cuda" if "cuda" in usable else "cpu"
-    name, _, index = str(device).partition(":")
-    if name not in ("cpu", "cuda"):
+    place = re.fullmatch("cpu(?::[0-9]+)?|(cuda)(?::([0-9]+))?", str(device))
+    if place is None:
         raise ValueError(f"device: expected cpu or cuda, got {device}")
-    kind = _core.Device.cuda if name == "cuda" else _core.Device.cpu
-    counts = [tokens] if isinstance(tokens, int) else list(tokens)
+    kind = _core.Device.cuda if place[1] else _core.Device.cpu
+    hidden_size, vocab_size = _size("hidden_size", hidden_size), _size("vocab_size", vocab_size)
+    counts = [_size("tokens", count) for count in (tokens if isinstance(tokens, Iterable) else (tokens,))]
+    softcap = None if softcap is None else _options.number("softcap", softcap)
+    logit_scale, seconds = _options.number("logit_scale", logit_scale), _options.number("seconds", seconds)
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name, got {type(backend).__name__}")
     data_type = _options.dtype_of("dtype", str(dtype).removeprefix("torch."))
     if entropy not in _options.ENTROPY_MODES:
         raise ValueError(f"entropy: expected one of {', '.join(_options.ENTROPY_MODES)}, got {entropy!r}")
@@ -93,17 +104,24 @@ def tune(
                 logit_scale=logit_scale,
                 backend=backend,
                 device=kind,
-                inference_only=inference_only,
+                inference_only=bool(inference_only),
                 seconds=seconds,
-                save=save,
+                save=bool(save),
             ):
                 times = tuple(TunedTime(*time) for time in found.pop("times"))
                 tuned.append(Tuned(times=times, **found))
         return tuned
 
-    if not index:
+    if place[2] is None:
         return measure()
     import torch
 
-    with torch.cuda.device(int(index)):
+    with torch.cuda.device(int(place[2])):
         return measure()
+
+
+def _size(name: str, value: Any) -> int:
+    _options.integer(name, value)
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{name}: expected at least 1 and less than 2^31, got {value}")
+    return int(value)

@@ -26,7 +26,7 @@ def test_tune_measures_and_saves(cache):
 
 
 def test_several_token_counts_and_no_file(cache):
-    tuned = lmhead.tune(16, 40, [100, 1000], dtype="float32", device="cpu", seconds=0.05, save=False)
+    tuned = lmhead.tune(16, 40, np.array([100, 1000]), dtype="float32", device="cpu:0", seconds=0.05, save=False)
     assert [t.bucket for t in tuned] == [128, 1024]
     assert all(t.file == "" and t.warning == "" for t in tuned) and not list(cache.iterdir())
 
@@ -60,6 +60,12 @@ def test_broken_file_warns_once_and_changes_nothing(cache):
     ("change", "error", "message"),
     [
         ({"tokens": 0}, ValueError, "tokens: expected at least 1 and less than 2.31, got 0"),
+        ({"tokens": [8, 4.5]}, TypeError, "tokens: expected an integer, got float"),
+        ({"hidden_size": "8"}, TypeError, "hidden_size: expected an integer, got str"),
+        ({"vocab_size": 0}, ValueError, "vocab_size: expected at least 1 and less than 2.31, got 0"),
+        ({"softcap": "3"}, TypeError, "softcap: expected a number, got str"),
+        ({"device": "cuda:x"}, ValueError, "device: expected cpu or cuda, got cuda:x"),
+        ({"backend": 3}, TypeError, "backend: expected a name, got int"),
         ({"dtype": "int32"}, TypeError, "dtype: expected bfloat16, float16 or float32, got int32"),
         ({"entropy": "some"}, ValueError, "entropy: expected one of off, metric, grad, got 'some'"),
         ({"device": "tpu"}, ValueError, "device: expected cpu or cuda, got tpu"),
@@ -68,9 +74,9 @@ def test_broken_file_warns_once_and_changes_nothing(cache):
     ],
 )
 def test_errors_name_the_argument(change, error, message):
-    arguments = {"tokens": 8, "dtype": "float32", "device": "cpu"} | change
+    arguments = {"hidden_size": 8, "vocab_size": 8, "tokens": 8, "dtype": "float32", "device": "cpu"} | change
     with pytest.raises(error, match=message):
-        lmhead.tune(8, 8, arguments.pop("tokens"), **arguments)
+        lmhead.tune(**arguments)
 
 
 def test_command(cache):
