@@ -75,7 +75,7 @@ $(LMHEAD): configure
 	cmake --build build/release --target lmhead_command -j $(JOBS)
 
 package: venv
-	@if [ -f pyproject.toml ]; then $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .; fi
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .
 
 build: $(LMHEAD) package
 

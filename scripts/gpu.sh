@@ -26,8 +26,7 @@ esac
 TESTS="$(sed -n 's/^ *lmhead_backend_test(\([a-z_]*\))/\1/p' tests/CMakeLists.txt | tr '\n' ' ')cuda_test packed_test vocab_parallel_test communicator_test"
 
 if [ -z "$PREBUILT" ]; then
-  targets="$TESTS cuda_plan_test"
-  [ -f benchmarks/gpu_bench.cc ] && targets="$targets gpu_bench"
+  targets="$TESTS cuda_plan_test gpu_bench"
   cmake -S . -B "$BUILD" -DCMAKE_BUILD_TYPE=Release -DLMHEAD_CUDA=ON -DLMHEAD_TESTS=ON -DLMHEAD_BENCHMARKS=ON || exit 1
   # shellcheck disable=SC2086
   cmake --build "$BUILD" -j "${JOBS:-$(nproc)}" --target $targets || exit 1
