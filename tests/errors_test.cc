@@ -263,6 +263,13 @@ TEST(Errors, BackendNames) {
             "backend: reference expected tensors on the CPU, got tensors on a CUDA device");
 }
 
+TEST(Errors, AWorkspaceOnTheCpuIsAlignedToEightBytes) {
+  alignas(8) static std::byte memory[1 << 16];
+  const auto odd = [](Calls& c) { c.e.workspace = memory + 4, c.e.workspace_bytes = sizeof memory - 8; };
+  for (const Of call : {Of::kForward, Of::kPartial, Of::kBackward})
+    expect(call, kInvalid, "workspace: expected an 8-byte aligned address, got remainder 4", odd);
+}
+
 template <class R>
 concept HasArrow = requires(R&& r) {
   std::forward<R>(r).operator->();

@@ -143,8 +143,8 @@ struct Execution {
   Device device = Device::kCpu;
   /// CPU threads; 0: all of this process's. No result bit depends on it.
   int threads = 0;
-  /// Scratch memory on `device`, 256-byte aligned on the GPU, of at least the size that the matching
-  /// workspace query returned. On the CPU nullptr lets the call allocate it and free it on return.
+  /// Scratch memory on `device`, 256-byte aligned on the GPU and 8-byte on the CPU, of at least the size that the
+  /// matching workspace query returned. On the CPU nullptr lets the call allocate it and free it on return.
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
   /// Budget for the workspace query: 0 means 64 MiB on the CPU, 512 MiB on the GPU.

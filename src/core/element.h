@@ -48,6 +48,7 @@ inline double round_to(DType dtype, double value) {
 }
 
 inline double load_float(const ConstVector& v, std::int64_t i) { return load_float(v.data, v.dtype, i * v.stride); }
+inline double load_float(const Vector& v, std::int64_t i) { return load_float(v.data, v.dtype, i * v.stride); }
 inline std::int64_t load_int(const ConstVector& v, std::int64_t i) { return load_int(v.data, v.dtype, i * v.stride); }
 inline void store_float(const Vector& v, std::int64_t i, double value) {
   store_float(v.data, v.dtype, i * v.stride, value);

@@ -305,11 +305,19 @@ Status validate_cache(const Execution& e) {
   return invalid("cache", str(static_cast<std::int64_t>(e.cache_bytes)) + " bytes", "a null pointer");
 }
 
+Status validate_workspace_address(const Execution& e) {
+  constexpr std::size_t kAlignment = 8;
+  const std::size_t over = reinterpret_cast<std::uintptr_t>(e.workspace) % kAlignment;
+  if (e.device != Device::kCpu || over == 0) return {};  // CUDA backends look at theirs with all device pointers
+  return invalid("workspace", "an 8-byte aligned address", "remainder " + str(static_cast<std::int64_t>(over)));
+}
+
 Status validate_workspace(const Execution& e, const WorkspaceSize& needed, bool may_allocate) {
   if (e.workspace == nullptr) {
     if (may_allocate || needed.bytes == 0) return {};
     return invalid("workspace", str(static_cast<std::int64_t>(needed.bytes)) + " bytes (ask workspace_size)", "none");
   }
+  LMHEAD_RETURN_IF_ERROR(validate_workspace_address(e));
   if (e.workspace_bytes < needed.bytes)
     return invalid("workspace",
                    "at least " + str(static_cast<std::int64_t>(needed.bytes)) + " bytes (ask workspace_size)",

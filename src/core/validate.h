@@ -18,6 +18,8 @@ Status validate_outputs(const ResolvedProblem& problem, const ForwardOutputs& ou
 Status validate_backward(const ResolvedProblem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs);
 /// The caller's workspace against what the call needs. nullptr is fine where `may_allocate`.
 Status validate_workspace(const Execution& execution, const WorkspaceSize& needed, bool may_allocate);
+/// On the CPU, its address alone; null is fine.
+Status validate_workspace_address(const Execution& execution);
 /// The caller's cache of more than 0 bytes.
 Status validate_cache(const Execution& execution);
 

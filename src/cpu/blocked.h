@@ -1,78 +1,26 @@
-// What the blocked backend's forward and backward share: operands, row maps and workspace layout.
+// What the blocked backend's forward and backward share: operands, row maps and tiles.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
 #include "cpu/team.h"
+#include "cpu/workspace.h"
 
 namespace lmhead {
 
 /// Columns of a logits tile: two segments. One N tile width keeps oneDNN at full speed.
 inline constexpr std::int64_t kStripColumns = 2 * kSegmentColumns;
-inline constexpr std::size_t kDefaultBudget = std::size_t{64} << 20;
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// Type in which a hidden or weight tensor enters the products. fp32 products take 16-bit operands as
 /// they are (exact); a 16-bit compute type rounds other tensors to it, tile by tile.
 inline DType operand_type(DType tensor, DType compute) { return compute == DType::kFloat32 ? tensor : compute; }
-
-/// Cuts workspace into 64-byte aligned parts; with base null it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<std::byte*>(base)) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    used_ = (used_ + 63) / 64 * 64;
-    std::byte* at = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += static_cast<std::size_t>(count) * sizeof(T);
-    return reinterpret_cast<T*>(at);
-  }
-  std::byte* take_bytes(std::size_t bytes) { return take<std::byte>(static_cast<std::int64_t>(bytes)); }
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  std::size_t used_ = 0;
-};
-
-/// The caller's workspace, or one of our own for the length of a call. `bytes` counts kSlack for alignment.
-class Workspace {
- public:
-  static constexpr std::size_t kSlack = 64;
-  Workspace(const Execution& execution, std::size_t bytes) {
-    void* base = execution.workspace;
-    if (base == nullptr) {
-      own_.reset(static_cast<std::byte*>(::operator new(bytes)));
-      base = own_.get();
-    }
-    std::size_t space = bytes;
-    aligned_ = std::align(kSlack, bytes - kSlack, base, space);
-  }
-  void* base() const { return aligned_; }
-
- private:
-  struct Free {
-    void operator()(std::byte* p) const { ::operator delete(p); }
-  };
-  std::unique_ptr<std::byte, Free> own_;
-  void* aligned_ = nullptr;
-};
-
-inline std::size_t budget_of(const Execution& e) {
-  return e.workspace_budget > 0 ? e.workspace_budget : kDefaultBudget;
-}
-inline Status budget_too_small(std::size_t needed, const Execution& e) {
-  return {StatusCode::kInvalidArgument, "workspace_budget: expected at least " + std::to_string(needed) +
-                                            " bytes for these shapes, got " + std::to_string(budget_of(e))};
-}
 
 /// Threads worth starting: one for each 4 M multiply-adds (about 50 us in fp32), at most those allowed.
 inline int useful_threads(const ResolvedProblem& r, const Execution& e) {

@@ -232,10 +232,8 @@ class Backward {
     if (out_.bias.absent()) return;
     team_.for_each(1, [&](std::int64_t) {
       for (std::int64_t j = 0; j < r_.v_valid; ++j)
-        store_float(
-            out_.bias, j,
-            static_cast<double>(buffers_.db[j]) +
-                (out_.accumulate_bias ? load_float(out_.bias.data, out_.bias.dtype, j * out_.bias.stride) : 0.0));
+        store_float(out_.bias, j,
+                    static_cast<double>(buffers_.db[j]) + (out_.accumulate_bias ? load_float(out_.bias, j) : 0.0));
     });
   }
 

@@ -134,10 +134,7 @@ Status backward(const ResolvedProblem& r, const BackwardInputs& in, const Backwa
         store_float(
             out.weight, row, k,
             dw[j * h + static_cast<std::size_t>(k)] + (out.accumulate_weight ? load_float(out.weight, row, k) : 0.0));
-    if (!db.empty())
-      store_float(
-          out.bias, row,
-          db[j] + (out.accumulate_bias ? load_float(out.bias.data, out.bias.dtype, row * out.bias.stride) : 0.0));
+    if (!db.empty()) store_float(out.bias, row, db[j] + (out.accumulate_bias ? load_float(out.bias, row) : 0.0));
   }
   return {};
 }

@@ -6,11 +6,11 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "cpu/head_row.h"
 #include "cpu/parallel.h"
+#include "cpu/workspace.h"
 
 namespace lmhead {
 namespace {
@@ -242,9 +242,7 @@ class Backward {
                     static_cast<double>(sum[static_cast<std::size_t>(k)]) +
                         (out_.accumulate_weight ? load_float(out_.weight, j, k) : 0.0));
     if (!out_.bias.absent())
-      store_float(out_.bias, j,
-                  static_cast<double>(bias) +
-                      (out_.accumulate_bias ? load_float(out_.bias.data, out_.bias.dtype, j * out_.bias.stride) : 0.0));
+      store_float(out_.bias, j, static_cast<double>(bias) + (out_.accumulate_bias ? load_float(out_.bias, j) : 0.0));
   }
 
   const ResolvedSupport& r_;
@@ -301,9 +299,6 @@ Status selected_combine(const ResolvedSupport& r, const ConstMatrix& logits, con
   return {};
 }
 
-constexpr std::size_t kDefaultBudget = std::size_t{64} << 20;
-std::size_t budget_of(const Execution& e) { return e.workspace_budget != 0 ? e.workspace_budget : kDefaultBudget; }
-
 Result<WorkspaceSize> workspace_size(const ResolvedSupport& r, Operation operation, const BackwardOutputs& out,
                                      const Execution& execution) {
   if (operation == Operation::kForwardPartial) return WorkspaceSize{};
@@ -321,12 +316,7 @@ Status run_backward(const ResolvedSupport& r, const BackwardInputs& in, const Ba
   Backward<T> backward(r, in, out, e);
   const std::size_t bytes = backward.bytes(budget_of(e));
   std::unique_ptr<std::byte[]> own;
-  if (e.workspace == nullptr && bytes > 0) {
-    own.reset(new (std::nothrow) std::byte[bytes]);
-    if (own == nullptr)
-      return {StatusCode::kOutOfMemory,
-              "workspace: expected " + std::to_string(bytes) + " bytes, got an allocation failure"};
-  }
+  if (e.workspace == nullptr) own = std::make_unique_for_overwrite<std::byte[]>(bytes);
   backward.run(own != nullptr ? own.get() : static_cast<std::byte*>(e.workspace), budget_of(e));
   return {};
 }

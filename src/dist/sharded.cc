@@ -90,6 +90,7 @@ Status reduce_hidden(Communicator& tp, ReduceHiddenGrad reduce, const Matrix& pa
 
 Status Scratch::take(std::size_t own, const Execution& given, const char* query) {
   inner = given;
+  LMHEAD_RETURN_IF_ERROR(validate_workspace_address(given));
   if (given.workspace == nullptr && own > 0) {
     if (given.device == Device::kCuda)
       return invalid("workspace: expected at least " + std::to_string(aligned(own)) + " bytes (ask " + query +
