@@ -290,8 +290,12 @@ TEST_P(TileKernelsTest, ColumnSums) {
 void check_gemm(DType type, const std::function<void(const GemmShape&, const void*, const void*, float*)>& multiply) {
   for (const bool trans_a : {false, true})
     for (const bool trans_b : {false, true})
-      for (const auto [m, n, k] :
-           {std::array<std::int64_t, 3>{2, 2, 1}, {3, 17, 33}, {61, 70, 259}, {130, 530, 40}, {16, 64, 2100}}) {
+      for (const auto [m, n, k] : {std::array<std::int64_t, 3>{2, 2, 1},
+                                   {3, 17, 33},
+                                   {61, 70, 259},
+                                   {130, 530, 40},
+                                   {130, 40, 300},
+                                   {16, 64, 2100}}) {
         GemmShape s{m, n, k, type, type, trans_a, trans_b, (trans_a ? m : k) + 3, (trans_b ? k : n) + 5, n + 7, false};
         const std::vector<float> af = normal((trans_a ? k : m) * s.lda, 1, 0, 9),
                                  bf = normal((trans_b ? n : k) * s.ldb, 1, 0, 10);
@@ -343,8 +347,13 @@ void check_gemm(DType type, const std::function<void(const GemmShape&, const voi
 TEST_P(TileKernelsTest, OwnGemm) {
   for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
     check_gemm(type, [&](const GemmShape& s, const void* a, const void* b, float* c) {
-      std::vector<std::byte> scratch(kernels().gemm_scratch_bytes, std::byte{0xff});
-      kernels().gemm(s, a, b, c, scratch.data());
+      // A byte behind a line: the alignment inside then takes all that is meant for it.
+      constexpr std::align_val_t kLine{64};
+      const std::size_t bytes = kernels().gemm_scratch_bytes + 1;
+      const auto release = [](void* memory) { ::operator delete(memory, kLine); };
+      const std::unique_ptr<void, decltype(release)> scratch(::operator new(bytes, kLine), release);
+      std::memset(scratch.get(), 0xff, bytes);
+      kernels().gemm(s, a, b, c, static_cast<std::byte*>(scratch.get()) + 1);
     });
 }
 

@@ -22,7 +22,8 @@ constexpr std::int64_t kTileCols = std::int64_t{2} * kLanes;
 constexpr std::int64_t kDepth = 256;
 constexpr std::int64_t kBlockRows = kTileRows * (kLanes == 16 ? 10 : 20);  // A block: about 120 KiB
 constexpr std::int64_t kBlockCols = 512;                                   // B block: 512 KiB, half an L2
-constexpr std::size_t kScratchBytes = static_cast<std::size_t>(kDepth * (kBlockRows + kBlockCols)) * sizeof(float) + 64;
+constexpr std::size_t kScratchBytes =
+    static_cast<std::size_t>(kDepth * (kBlockRows + kBlockCols)) * sizeof(float) + 64 + kLanes * sizeof(float);
 
 /// kLanes consecutive elements from i, or the first n of them.
 LMHEAD_INLINE Vec elements(const void* p, DType type, std::int64_t i, std::int64_t n) {
@@ -40,44 +41,44 @@ LMHEAD_INLINE Vec elements(const void* p, DType type, std::int64_t i, std::int64
   return type == DType::kBFloat16 ? from_bf16(half) : from_fp16(half);
 }
 
+LMHEAD_INLINE std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
 /// Packs `count` rows (or columns) of one operand, `depth` deep, into panels [depth][kWidth], zero-padded.
-/// Element (i, p) is at i * across + p * along; one of the two strides is 1.
+/// Element (i, p) is at i * across + p * along; one of the two strides is 1. Stores are whole
+/// vectors in the panel's order: what one has too many the next one overwrites, and the last one's lie beyond the
+/// panels.
 template <std::int64_t kWidth>
 void pack(const void* src, DType type, std::int64_t across, std::int64_t along, std::int64_t count, std::int64_t depth,
           float* out) {
-  for (std::int64_t first = 0; first < count; first += kWidth, out += kWidth * depth) {
-    const std::int64_t width = count - first < kWidth ? count - first : kWidth;
-    if (width < kWidth) std::memset(out, 0, static_cast<std::size_t>(kWidth * depth) * sizeof(float));
-    if (across == 1) {
+  if (across == 1) {
+    for (std::int64_t first = 0; first < count; first += kWidth)
       for (std::int64_t p = 0; p < depth; ++p)
-        for (std::int64_t i = 0; i < width; i += kLanes) {
-          const std::int64_t n = width - i < kLanes ? width - i : kLanes;
-          const Vec v = elements(src, type, first + i + p * along, n);
-          if (n == kLanes) {
-            store(out + p * kWidth + i, v);
-          } else {
-            store_first(out + p * kWidth + i, v, n);
-          }
+        for (std::int64_t i = 0; i < kWidth; i += kLanes) {
+          const std::int64_t n = at_most(kLanes, count - first - i);
+          store(out + first * depth + p * kWidth + i, n > 0 ? elements(src, type, first + i + p * along, n) : Vec{});
         }
-      continue;
-    }
-    // Read along the depth a vector at a time, write columns of the panel.
-    for (std::int64_t i = 0; i < width; ++i) {
-      float* column = out + i;
+    return;
+  }
+  for (std::int64_t first = 0; first < count; first += kWidth)
+    for (std::int64_t i = 0; i < kWidth; i += kLanes) {
+      const std::int64_t n = at_most(kLanes, count - first - i);
       for (std::int64_t p = 0; p < depth; p += kLanes) {
-        const std::int64_t n = depth - p < kLanes ? depth - p : kLanes;
-        float lane[kLanes];
-        store(lane, elements(src, type, (first + i) * across + p, n));
-        for (std::int64_t q = 0; q < n; ++q) column[(p + q) * kWidth] = lane[q];
+        const std::int64_t deep = at_most(kLanes, depth - p);
+        Vec lanes[kLanes];
+        for (std::int64_t k = 0; k < kLanes; ++k)
+          lanes[k] = k < n ? elements(src, type, (first + i + k) * across + p, deep) : Vec{};
+        transpose(lanes);
+        for (std::int64_t q = 0; q < deep; ++q) store(out + first * depth + (p + q) * kWidth + i, lanes[q]);
       }
     }
-  }
 }
 
 /// c [rows, cols] (+)= panel_a^T panel_b over `depth`.
 LMHEAD_INLINE void multiply_tile(const float* panel_a, const float* panel_b, std::int64_t depth, float* c,
                                  std::int64_t ldc, std::int64_t rows, std::int64_t cols, bool add) {
   Vec acc[kTileRows][2] = {};
+  for (std::int64_t i = 0; i < rows; ++i)  // C comes from memory while the depth is run through
+    for (std::int64_t v = 0; v < kTileCols; v += kLanes) __builtin_prefetch(c + i * ldc + v, 1);
   for (std::int64_t p = 0; p < depth; ++p) {
     const Vec b0 = load(panel_b + p * kTileCols), b1 = load(panel_b + p * kTileCols + kLanes);
     for (std::int64_t i = 0; i < kTileRows; ++i) {
@@ -101,8 +102,6 @@ LMHEAD_INLINE void multiply_tile(const float* panel_a, const float* panel_b, std
     for (std::int64_t j = 0; j < cols; ++j) c[i * ldc + j] = add ? c[i * ldc + j] + edge[i][j] : edge[i][j];
 }
 
-LMHEAD_INLINE std::int64_t at_most(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
 LMHEAD_INLINE const void* offset(const void* p, DType type, std::int64_t elements) {
   return static_cast<const char*>(p) + elements * (type == DType::kFloat32 ? 4 : 2);
 }
@@ -112,8 +111,11 @@ void multiply(const GemmShape& s, const void* a, const void* b, float* c, void* 
   float* block_a = block_b + kDepth * kBlockCols;
   const std::int64_t a_across = s.trans_a ? 1 : s.lda, a_along = s.trans_a ? s.lda : 1;
   const std::int64_t b_across = s.trans_b ? s.ldb : 1, b_along = s.trans_b ? 1 : s.ldb;
-  for (std::int64_t j = 0; j < s.n; j += kBlockCols) {
-    const std::int64_t cols = at_most(kBlockCols, s.n - j);
+  // Equal blocks: A is packed once for each, which a narrow last one would not be worth.
+  const std::int64_t blocks = (s.n + kBlockCols - 1) / kBlockCols;
+  const std::int64_t block_cols = (s.n + blocks * kTileCols - 1) / (blocks * kTileCols) * kTileCols;
+  for (std::int64_t j = 0; j < s.n; j += block_cols) {
+    const std::int64_t cols = at_most(block_cols, s.n - j);
     for (std::int64_t p = 0; p < s.k; p += kDepth) {
       const std::int64_t depth = at_most(kDepth, s.k - p);
       pack<kTileCols>(offset(b, s.b_type, j * b_across + p * b_along), s.b_type, b_across, b_along, cols, depth,

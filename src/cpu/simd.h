@@ -90,14 +90,49 @@ LMHEAD_INLINE float reduce_add(Vec v) {
 
 /// First n < kLanes floats, the other lanes 0.
 LMHEAD_INLINE Vec load_first(const float* p, std::int64_t n) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+#elif defined(__AVX2__)
+  return _mm256_maskload_ps(p, reinterpret_cast<__m256i>(lane_index() < static_cast<std::int32_t>(n)));
+#else
   float lane[kLanes] = {};
   std::memcpy(lane, p, static_cast<std::size_t>(n) * sizeof(float));
   return load(lane);
+#endif
 }
 LMHEAD_INLINE void store_first(float* p, Vec v, std::int64_t n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), v);
+#elif defined(__AVX2__)
+  _mm256_maskstore_ps(p, reinterpret_cast<__m256i>(lane_index() < static_cast<std::int32_t>(n)), v);
+#else
   float lane[kLanes];
   store(lane, v);
   std::memcpy(p, lane, static_cast<std::size_t>(n) * sizeof(float));
+#endif
+}
+
+/// The first halves of a and b, lane by lane in turn, and the second ones.
+#if defined(__AVX512F__)
+LMHEAD_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {
+  low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  high = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+#else
+LMHEAD_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {
+  low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+#endif
+
+/// rows[q] becomes the q-th lanes of all rows.
+LMHEAD_INLINE void transpose(Vec (&rows)[kLanes]) {
+  // Rounds of interleaving row k with row k + kLanes / 2.
+  for (int round = 1; round < kLanes; round *= 2) {
+    Vec mixed[kLanes];
+    for (int k = 0; k < kLanes / 2; ++k) interleave(rows[k], rows[k + kLanes / 2], mixed[2 * k], mixed[2 * k + 1]);
+    for (int k = 0; k < kLanes; ++k) rows[k] = mixed[k];
+  }
 }
 
 LMHEAD_INLINE HalfVec load_half(const std::uint16_t* p) {
