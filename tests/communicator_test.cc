@@ -177,6 +177,15 @@ TEST(Communicator, ASilentRankTimesOutOnEveryRankAndTheGroupStaysBroken) {
   }
 }
 
+TEST(Communicator, TheLongestTimeoutWaits) {
+  const auto late = [](Communicator& c) -> Status {
+    if (c.rank() == 1) std::this_thread::sleep_for(milliseconds(50));
+    char byte = 0, all[2];
+    return c.exchange(&byte, all, 1);
+  };
+  for (const Status& s : run_ranks(2, late, milliseconds::max())) EXPECT_TRUE(s.ok()) << s.message();
+}
+
 TEST(Communicator, DifferentCallsOrSizesAreAnErrorOnEveryRank) {
   for (const bool sizes : {true, false}) {
     const auto statuses = run_ranks(2, [&](Communicator& c) -> Status {

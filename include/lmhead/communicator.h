@@ -81,7 +81,7 @@ class Communicator {
   Traffic traffic_;
 };
 
-/// Time after which a rank stops waiting for the others.
+/// Time after which a rank stops waiting for the others. A group's timeout may be up to a year; longer ones are a year.
 inline constexpr std::chrono::milliseconds kDefaultTimeout{std::chrono::minutes(5)};
 
 /// Most ranks of a local group on a CUDA device.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/timeout.h"
 #include "lmhead/communicator.h"
 
 namespace lmhead {
@@ -23,7 +24,7 @@ struct Post {
 class Meeting {
  public:
   Meeting(int size, std::chrono::milliseconds timeout)
-      : timeout_(timeout), posts_(static_cast<std::size_t>(size)), arrived_(posts_.size(), false) {}
+      : timeout_(bounded_timeout(timeout)), posts_(static_cast<std::size_t>(size)), arrived_(posts_.size(), false) {}
 
   int size() const { return static_cast<int>(posts_.size()); }
 

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "dist/host_communicator.h"
+#include "dist/timeout.h"
 
 namespace lmhead {
 namespace {
@@ -31,7 +32,7 @@ std::string error_text(int code) {
 class MpiCommunicator final : public HostCommunicator {
  public:
   MpiCommunicator(MPI_Comm comm, int rank, int size, std::chrono::milliseconds timeout)
-      : HostCommunicator(rank, size, Device::kCpu), comm_(comm), timeout_(timeout) {}
+      : HostCommunicator(rank, size, Device::kCpu), comm_(comm), timeout_(bounded_timeout(timeout)) {}
 
   ~MpiCommunicator() override {
     int finalized = 0;

@@ -12,6 +12,8 @@
 #include <string>
 #include <thread>
 
+#include "dist/timeout.h"
+
 namespace lmhead {
 namespace {
 
@@ -41,7 +43,7 @@ ncclDataType_t nccl_type(DType dtype) {
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(ncclComm_t comm, int rank, int size, std::chrono::milliseconds timeout)
-      : Communicator(rank, size, Device::kCuda), comm_(comm), timeout_(timeout) {}
+      : Communicator(rank, size, Device::kCuda), comm_(comm), timeout_(bounded_timeout(timeout)) {}
 
   ~NcclCommunicator() override {
     if (staging_ != nullptr) cudaFree(staging_);
