@@ -103,7 +103,7 @@ def linear_logprobs(
     )
     execution = _core.Execution()
     execution.backend = backend
-    execution.set_check(check)
+    execution.set_check(None if check is None else bool(check))
     execution.set_workspace_budget(workspace_bytes)
     logprob = np.empty(shape, dtype)
     outputs = _core.ForwardOutputs()

@@ -6,6 +6,7 @@ values are checked by the C++ library itself; its messages name the argument.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from . import _core
@@ -46,11 +47,16 @@ def number(name: str, value: Any) -> float:
     raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
 
-def integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def integer(name: str, value: Any) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected an integer within 64 bits, got {value}")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: expected an integer within 64 bits, got {number}")
+    return number
 
 
 def plain(
@@ -74,12 +80,12 @@ def workspace(workspace_bytes: Any) -> int:
 
 
 def byte_count(name: str, value: Any, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected a number of bytes, got {type(value).__name__}")
-    if value < at_least:
-        raise ValueError(f"{name}: expected >= {at_least} bytes, got {value}")
-    integer(name, value)
-    return value
+    count = integer(name, value)
+    if count < at_least:
+        raise ValueError(f"{name}: expected >= {at_least} bytes, got {count}")
+    return count
 
 
 def dtype_of(name: str, dtype: str) -> _core.DType:
@@ -130,6 +136,6 @@ def problem(
     p.vocab_start = vocab_start
     p.vocab_size = vocab_size
     p.entropy = ENTROPY_MODES[entropy]
-    p.inference_only = inference_only
+    p.inference_only = bool(inference_only)
     p.compute_dtype = compute_dtype
     return p

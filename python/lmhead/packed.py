@@ -110,6 +110,8 @@ def _layout(layout: PackedLayout | None, cu_seqlens: Any, tp: int, cp: int) -> P
         if cu_seqlens is None:
             raise ValueError("cu_seqlens: expected offsets [S + 1] or a layout, got None")
         return PackedLayout.from_cu_seqlens(cu_seqlens, tp=tp, cp=cp)
+    if not isinstance(layout, PackedLayout):
+        raise TypeError(f"layout: expected lmhead.PackedLayout, got {type(layout).__name__}")
     if (layout.tp, layout.cp) != (tp, cp):
         raise ValueError(f"layout: expected tp {tp} and cp {cp} as the groups have, got {layout!r}")
     if cu_seqlens is not None and tuple(map(int, cu_seqlens)) != layout.cu_seqlens:

@@ -121,7 +121,7 @@ def tune(
 
 
 def _size(name: str, value: Any) -> int:
-    _options.integer(name, value)
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name}: expected at least 1 and less than 2^31, got {value}")
-    return int(value)
+    size = _options.integer(name, value)
+    if not 1 <= size < 2**31:
+        raise ValueError(f"{name}: expected at least 1 and less than 2^31, got {size}")
+    return size

@@ -60,6 +60,8 @@ def grad(*shape, dtype=torch.float32):
         ({"softcap": 0.0}, ValueError, "softcap: expected a finite number > 0, got 0"),
         ({"logit_scale": float("nan")}, ValueError, "logit_scale: expected a finite number"),
         ({"valid_vocab": 42}, ValueError, r"valid_vocab: expected in \[1, 41\], got 42"),
+        ({"valid_vocab": torch.tensor(3.0)}, TypeError, "valid_vocab: expected an integer, got Tensor"),
+        ({"valid_vocab": torch.tensor(42)}, ValueError, r"valid_vocab: expected in \[1, 41\], got 42"),
         ({"vocab_start": 1}, ValueError, "vocab_size: expected the global vocabulary"),
         ({"vocab_start": 8, "vocab_size": 64}, ValueError, "weight: expected the whole vocabulary"),
         ({"weight_main_grad": torch.zeros(40, 16)}, ValueError, r"weight_main_grad: expected \[41, 16\]"),

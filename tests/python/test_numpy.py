@@ -109,6 +109,7 @@ def test_active_and_ignored_rows_are_zero(data):
         ({"softcap": "3"}, TypeError, "softcap: expected a number, got str"),
         ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
         ({"ignore_index": None}, TypeError, "ignore_index: expected an integer, got NoneType"),
+        ({"valid_vocab": np.array([8, 8])}, TypeError, "valid_vocab: expected an integer, got ndarray"),
         ({"ignore_index": 2**63}, ValueError, "ignore_index: expected an integer within 64 bits, got 9223372036854775808"),
         ({"valid_vocab": 3.0}, TypeError, "valid_vocab: expected an integer, got float"),
         ({"check": "no"}, TypeError, "check: expected a bool or None, got str"),
@@ -134,6 +135,12 @@ def test_errors_name_the_argument(data, change, error, message):
     arguments = dict(zip(("hidden", "weight", "targets"), data, strict=True)) | change
     with pytest.raises(error, match=message):
         lmhead.linear_logprobs(**arguments)
+
+
+def test_options_may_be_numbers_of_numpy_and_flags_integers(data):
+    options = {"ignore_index": np.int64(-100), "valid_vocab": np.int32(data[1].shape[0]), "workspace_bytes": np.int64(1 << 20)}
+    result = lmhead.linear_logprobs(*data, **options, check=1, inference_only=0)
+    np.testing.assert_array_equal(result, lmhead.linear_logprobs(*data))
 
 
 def test_info_and_last_backend(data):
