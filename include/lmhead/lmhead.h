@@ -80,9 +80,11 @@ struct BackendInfo {
   bool available;           ///< compiled in, and the machine can run it
   std::string description;  ///< what it runs on here: device or instruction set, GEMM library
 };
+/// Every backend of this build, available or not. The same list for the life of the process.
 std::span<const BackendInfo> backends();
 
-/// Name of the backend that the last successful call on this thread used; "" before the first.
+/// Name of the backend that the last successful one of the calls above used on this thread, also inside a sharded or
+/// packed call; "" before the first. Candidate sets (support.h, selected.h) leave it as it is.
 const char* last_backend();
 
 /// Library version, "0.1.0".

@@ -65,8 +65,9 @@ struct PackedProblem {
   ConstVector input_ids;
   /// [num_tokens] bool or integer, optional: row i is scored where loss_mask[i] > 0.
   ConstVector loss_mask;
-  /// [num_tokens] fp32, optional.
+  /// [num_tokens] fp32 (or fp64 for fp64 inputs), optional, each > 0: row i's temperature.
   ConstVector row_temperature;
+  /// head.hidden holds this tp rank's share of the rows and is gathered over tp.
   bool sequence_parallel = false;
 };
 
@@ -87,7 +88,7 @@ Result<WorkspaceSize> packed_workspace_size(const PackedProblem& problem, const 
 /// On a CUDA device every pointer but the layout is device memory, and the groups are CUDA's. The layout's index maps
 /// (24 bytes a token) are copied from the host, for which the driver may wait for earlier work of the stream.
 /// outputs logprob and entropy [num_tokens], whole and in source order on every rank; lse [local_total] of the
-///         local rows, for the backward; each may be absent.
+///         local rows, for the backward; fp32 (fp64 for fp64 inputs), in nats; each may be absent.
 /// Collectives: sequence_parallel gathers hidden over tp; the states' all_gather over tp; one all_gather over cp
 /// with both outputs in it. In checked mode a header over each group goes first.
 Status packed_forward(const PackedProblem& problem, const ParallelGroups& groups, const ForwardOutputs& outputs,

@@ -234,7 +234,8 @@ def linear_logprobs(
 
 
 def last_backend() -> str:
-    """Name of the backend that ran the last successful call on this thread; "" before the first."""
+    """Name of the backend that ran the last projection on this thread (not the candidate sets of `support_logprobs`);
+    "" before the first."""
     return _core.last_backend()
 
 
