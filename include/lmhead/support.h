@@ -34,8 +34,10 @@ struct SupportOutputs {
 };
 
 /// Scratch memory of the calls below. Forward: 16 bytes a row (states). Backward with a weight or bias
-/// gradient: 4 bytes a candidate slot [N, K + 1], 24 bytes a weight row, and a sort buffer of 8 bytes a
-/// slot that shrinks to the budget, down to 8 bytes a token row (vocabulary ranges are then taken in turn).
+/// gradient on the CPU: 4 bytes a candidate slot [N, K + 1], 24 bytes a weight row, and a sort buffer of 8 bytes a
+/// slot that shrinks to the budget, down to 8 bytes a token row (vocabulary ranges are then taken in turn). On the
+/// GPU: 32 bytes a row more in every call; a backward 4 bytes a slot, with a weight or bias gradient 16 more for the
+/// sort, its own buffer and at most 32 MiB of partial sums, whatever the budget.
 Result<WorkspaceSize> support_workspace_size(const SupportProblem& problem, Operation operation,
                                              const BackwardOutputs& gradients = {}, const Execution& execution = {});
 
