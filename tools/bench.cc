@@ -39,7 +39,7 @@ const char* name_of(EntropyMode mode) {
   return mode == EntropyMode::kOff ? "off" : mode == EntropyMode::kMetric ? "metric" : "grad";
 }
 
-/// First line that a command prints, without its end; "" when it fails.
+/// First or last line that a command prints, without its end; "" when it fails.
 std::string output_of(const std::string& command, bool last_line = false) {
   std::string text;
   FILE* pipe = ::popen(command.c_str(), "r");
