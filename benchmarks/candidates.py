@@ -1,6 +1,6 @@
 """Candidate sets and selected ids on a GPU, beside the plain ways, in one interleaved run.
 
-    python benchmarks/candidates.py --out benchmarks/results/h200_candidates.jsonl
+    python benchmarks/candidates.py --out benchmarks/results/nvidia-h200-candidates.jsonl
 
 Support: lmhead.support_logprobs against the chunked torch gather-multiply-sum over the same ids and against the full
 projection (lmhead.linear_logprobs); the bound is the bytes of N x K weight rows at the device's bandwidth, a copy's or a

@@ -1,7 +1,7 @@
 """Sweep over heads, tokens and parallel layouts on one GPU, beside SkyRL and cuBLAS.
 
-    python benchmarks/sweep.py --out benchmarks/results/nvidia-h200-sweep.jsonl --resume --budget-s 540
-    python benchmarks/sweep.py --summary benchmarks/results/nvidia-h200-sweep.jsonl
+    python benchmarks/sweep.py --out benchmarks/results/sweep-nvidia-h200.jsonl --resume --budget-s 540
+    python benchmarks/sweep.py --summary benchmarks/results/sweep-nvidia-h200.jsonl
 
 Four heads, 16K to 256K tokens, ten layouts with TP x CP <= 8: 200 logical points. A rank of a layout works on
 (tokens / CP, H, V / TP); the 104 different local shapes are each measured once, without collectives. Timed in turns,
