@@ -184,6 +184,7 @@ def linear_logprobs(
         ValueError, TypeError: an argument breaks this contract; the message names it.
         NotImplementedError: `backend` cannot run it.
         MemoryError, torch.OutOfMemoryError: there is no room for results or workspace.
+        RuntimeError: another rank of `group` failed, called with other sizes or options, or is gone.
     """
     entropy = _options.entropy_mode(return_entropy, entropy_requires_grad, inference_only)
     _options.plain(ignore_index, valid_vocab, vocab_start, vocab_size, check, backend)
