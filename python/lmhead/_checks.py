@@ -17,7 +17,8 @@ from . import _options
 def tensor(name: str, value: Any, hidden: Tensor) -> None:
     """A plain tensor on the device of hidden."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected torch.Tensor like hidden, got {type(value).__name__}")
+        like = "" if name == "hidden" else " like hidden"
+        raise TypeError(f"{name}: expected torch.Tensor{like}, got {type(value).__name__}")
     if hasattr(value, "full_tensor") and hasattr(value, "placements"):
         raise TypeError(
             f"{name}: expected a plain torch.Tensor, got a DTensor (FSDP2 or tensor parallel). Gather it with "
@@ -108,8 +109,8 @@ def id_lists(name: str, ids: Tensor, hidden: Tensor, dtypes: tuple[torch.dtype, 
         raise TypeError(f"{name}: expected {expected.replace(', ', ' or ')}, got {got}")
     shape = hidden.shape[:-1]
     if ids.dim() != hidden.dim() or ids.shape[:-1] != shape:
-        expected = [*shape, "K"]
-        raise ValueError(f"{name}: expected {expected} to match hidden {list(hidden.shape)}, got {list(ids.shape)}")
+        expected = ", ".join([*map(str, shape), "K"])
+        raise ValueError(f"{name}: expected [{expected}] to match hidden {list(hidden.shape)}, got {list(ids.shape)}")
 
 
 def group(value: Any, vocab_size: int | None) -> None:

@@ -101,7 +101,7 @@ def test_bad_input_names_the_argument():
     hidden, weight, _, targets, ids = problem()
     with pytest.raises(TypeError, match="ids: expected int32 or int64, got int16"):
         lmhead.selected_logprobs(hidden, weight, targets, ids.short())
-    with pytest.raises(ValueError, match=r"ids: expected \[41, 'K'\]"):
+    with pytest.raises(ValueError, match=r"ids: expected \[41, K\]"):
         lmhead.selected_logprobs(hidden, weight, targets, ids[:-1])
     ids[7, 2] = V
     with pytest.raises(ValueError, match="ids: expected ids in .0, 3000. or -1 as padding, got 3000 at row 7, column 2"):

@@ -162,9 +162,11 @@ def test_empty_sets():
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_input_names_the_argument(device):
     hidden, weight, ids, sampled = problem(device=device)
+    with pytest.raises(TypeError, match=r"hidden: expected torch\.Tensor, got ndarray"):
+        lmhead.support_logprobs(hidden.cpu().numpy(), weight, ids, sampled)
     with pytest.raises(TypeError, match="support_ids: expected int32, got int64"):
         lmhead.support_logprobs(hidden, weight, ids.long(), sampled)
-    with pytest.raises(ValueError, match=r"support_ids: expected \[37, 'K'\].*got \[36, 8\]"):
+    with pytest.raises(ValueError, match=r"support_ids: expected \[37, K\].*got \[36, 8\]"):
         lmhead.support_logprobs(hidden, weight, ids[1:], sampled)
     with pytest.raises(ValueError, match=r"sampled_ids: expected \[37\]"):
         lmhead.support_logprobs(hidden, weight, ids, sampled[1:])
