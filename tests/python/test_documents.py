@@ -33,6 +33,27 @@ def test_links(document):
         assert "://" in link or (document.parent / link).exists(), link
 
 
+def anchors(document):
+    """Fragments of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name if path.parent == ROOT else f"docs/{path.name}")
+def test_fragments(document):
+    for link, fragment in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        target = document.parent / link if link else document
+        assert fragment in anchors(target), f"{link}#{fragment}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name if path.parent == ROOT else f"docs/{path.name}")
+def test_named_files(document):
+    """A path in a folder of this repository that a page names is there."""
+    folders = "benchmarks|cmake|docs|examples|include|python|scripts|shapes|src|tests|tools"
+    for path in re.findall(rf"(?<![\w/.])((?:{folders})/[\w./-]*\.\w+)", document.read_text()):
+        assert (ROOT / path).exists(), path
+
+
 def test_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
