@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -81,6 +82,14 @@ class MpiCommunicator final : public HostCommunicator {
     return {StatusCode::kCommunication, "mpi communicator: " + message};
   }
 
+  /// MPI cannot cancel a collective and may still write: the buffers of a failed one live as long as the process.
+  static void keep(std::unique_ptr<Buffers> buffers) {
+    static std::mutex mutex;  // the groups of several threads may fail at once
+    static auto* const in_flight = new std::vector<std::unique_ptr<Buffers>>;
+    const std::lock_guard lock(mutex);
+    in_flight->push_back(std::move(buffers));
+  }
+
   /// Runs `start` for every chunk of a message of `bytes` a rank, and puts each rank's answer in its place. A message
   /// of no bytes is sent too, since it is where ranks meet.
   template <class Start>
@@ -97,9 +106,7 @@ class MpiCommunicator final : public HostCommunicator {
       if (const int code = start(begin, count, *buffers, &request); code != MPI_SUCCESS)
         return broken_ = failure(std::string(operation) + " failed: " + error_text(code));
       if (Status status = wait(&request, operation); !status.ok()) {
-        // MPI cannot cancel a collective and may still write: these buffers live as long as the process.
-        static std::vector<std::unique_ptr<Buffers>>* in_flight = new std::vector<std::unique_ptr<Buffers>>;
-        in_flight->push_back(std::move(buffers));
+        keep(std::move(buffers));
         return broken_ = status;
       }
       for (std::size_t r = 0; r < ranks(); ++r)
