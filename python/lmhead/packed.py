@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import distributed, linear_logprobs
+from ._arrays import integers
 from .layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _layout(layout: PackedLayout | None, cu_seqlens: Any, tp: int, cp: int) -> P
         raise TypeError(f"layout: expected lmhead.PackedLayout, got {type(layout).__name__}")
     if (layout.tp, layout.cp) != (tp, cp):
         raise ValueError(f"layout: expected tp {tp} and cp {cp} as the groups have, got {layout!r}")
-    if cu_seqlens is not None and tuple(map(int, cu_seqlens)) != layout.cu_seqlens:
+    if cu_seqlens is not None and tuple(integers("cu_seqlens", cu_seqlens).tolist()) != layout.cu_seqlens:
         raise ValueError("cu_seqlens: expected those of the layout, got others")
     return layout
 
