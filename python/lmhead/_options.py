@@ -93,7 +93,7 @@ def dtype_of(name: str, dtype: str) -> _core.DType:
     try:
         return DTYPES[dtype]
     except KeyError:
-        raise TypeError(f"{name}: expected a dtype that lmhead knows ({', '.join(DTYPES)}), got {dtype}") from None
+        raise TypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {dtype}") from None
 
 
 def problem(
