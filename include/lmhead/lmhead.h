@@ -36,9 +36,9 @@ Result<WorkspaceSize> workspace_size(const Problem& problem, Operation operation
                                      const Execution& execution = {});
 
 /// Bytes for Execution::cache, at most `budget`: what the largest number of leading active rows needs whose
-/// exponentials the forward can keep there for the backward; 0 when no tile of 128 rows fits. About 2.06 V_local bytes
+/// exponentials the forward can keep there for the backward; 0 when no tile of 128 rows fits. About 2.13 V_local bytes
 /// a row and 8 N. Forward and backward must be given the same size. kUnsupported where the backend that `execution`
-/// leads to keeps none: "sm90" alone does, for bf16.
+/// leads to keeps none: "sm90" alone does.
 ///
 /// A cache changes no bit of logprob, entropy and lse; gradients are within 1.1 of the errors without it
 /// (docs/numerics.md).
