@@ -1,7 +1,7 @@
 """Plots of docs/performance.md from the records under benchmarks/results.
 
     python benchmarks/plots.py            # needs matplotlib; writes docs/images/*.svg
-    python benchmarks/plots.py --figures  # prints the medians that the page quotes
+    python benchmarks/plots.py --figures  # prints the medians that the page quotes, without matplotlib
 
 Same records, same bytes: no date, fixed ids.
 """
@@ -11,11 +11,14 @@ import json
 import pathlib
 import statistics
 
-import matplotlib
+try:
+    import matplotlib
 
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+except ImportError:
+    plt = None
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
@@ -286,7 +289,7 @@ def cpu_plot(cpu: list[dict]) -> None:
     axes[1].set_title("forward + backward, H = 576, V = 49152", fontsize=9)
     axes[1].legend(fontsize=6.5, frameon=False)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
-    save(figure, "cpu", source(cpu))
+    save(figure, "cpu", source([r for r in cpu if r["dtype"] == "bfloat16"]))
 
 
 def figures(sweep: list[dict]) -> None:
@@ -332,6 +335,8 @@ def main() -> None:
     if args.figures:
         figures(sweep)
         return tuned_figures(read(TUNED))
+    if plt is None:
+        raise SystemExit("plots: the Python package matplotlib is missing: pip install matplotlib")
     plt.rcParams.update({"svg.hashsalt": "lmhead", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 8})
     plt.rcParams.update({"axes.grid": True, "grid.color": "#e5e5e5", "axes.axisbelow": True})
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})

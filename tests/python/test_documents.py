@@ -60,6 +60,23 @@ def test_index_names_every_page():
         assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
+def numbers(row):
+    """Of a table's row, behind its first cell."""
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", row.split("|", 2)[2])]
+
+
+def test_figures_are_those_of_the_records():
+    """Every row that plots.py --figures makes of the records is in the page that quotes it."""
+    plots = [sys.executable, ROOT / "benchmarks" / "plots.py", "--figures"]
+    made = subprocess.run(plots, capture_output=True, text=True, check=True).stdout.splitlines()
+    pages = [(ROOT / "docs" / page).read_text().splitlines() for page in ("performance.md", "tuning.md")]
+    quoted = [numbers(row) for page in pages for row in page if row.startswith("|")]
+    rows = [row for row in made if row.startswith("|")]
+    assert len(rows) == 13
+    for row in rows:
+        assert numbers(row) in quoted, row
+
+
 @pytest.mark.parametrize(("host", "path"), [
     ("skyrl", "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py"),
     ("verl", "verl/models/mcore/model_forward_fused.py"),
