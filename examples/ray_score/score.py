@@ -47,7 +47,7 @@ class Scorer:
 
     def score(self, path: pathlib.Path) -> tuple[int, float]:
         import lmhead
-        from safetensors.torch import load_file, save_file
+        from safetensors.torch import load_file, save
 
         batch = load_file(path)
         ids = batch["input_ids"]
@@ -58,7 +58,8 @@ class Scorer:
         )  # fmt: skip
         final = self.out / path.name
         unfinished = final.with_name(f".{final.name}.{os.getpid()}")
-        save_file({"logprob": logprob, "entropy": entropy}, unfinished)
+        # Not save_file, whose files are for their owner alone.
+        unfinished.write_bytes(save({"logprob": logprob, "entropy": entropy}))
         os.replace(unfinished, final)
         scored = logprob[logprob != 0]
         return len(scored), float(scored.mean()) if len(scored) else 0.0

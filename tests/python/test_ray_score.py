@@ -28,6 +28,8 @@ def command(folder, *more):
 
 def test_two_workers_a_bad_file_a_kill_and_a_resume(tmp_path):
     generator = torch.Generator().manual_seed(5)
+    umask = os.umask(0)
+    os.umask(umask)
     weight = torch.randn(300, 16, generator=generator)
     save_file({"lm_head.weight": weight}, tmp_path / "model.safetensors")
     (tmp_path / "in").mkdir()
@@ -62,4 +64,5 @@ def test_two_workers_a_bad_file_a_kill_and_a_resume(tmp_path):
         want = lmhead.packed_logprobs(x, weight, ids, [0, 15, 40], return_entropy=True)
         got = load_file(path)
         assert torch.equal(got["logprob"], want[0]) and torch.equal(got["entropy"], want[1])
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # shared storage has other readers
     assert not (tmp_path / "out" / "bad.safetensors").exists()
