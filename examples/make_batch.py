@@ -16,6 +16,7 @@ import pathlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # the model file's conversion bar
 
 import torch
 import transformers
