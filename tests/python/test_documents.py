@@ -1,10 +1,11 @@
-"""Documents that tell the truth: examples that run, links that lead somewhere."""
+"""Documents that tell the truth: examples that run, links that lead somewhere, options that programs have."""
 
 import pathlib
 import re
 import subprocess
 import sys
 
+import command
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -58,6 +59,24 @@ def test_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def options_of(program):
+    """What says which options a program has: its help, or its source."""
+    if program.startswith("lmhead "):
+        return command.run(program.split()[1], "--help").stdout
+    return (ROOT / (program if program.endswith(".py") else f"benchmarks/{program}.cc")).read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name if path.parent == ROOT else f"docs/{path.name}")
+def test_options_of_commands(document):
+    """Every option that a page gives to a program of this repository is one of its."""
+    program = r"lmhead (?:score|verify|bench|pack|tune|info)|(?:benchmarks|examples)/[\w/]+\.py|gpu_bench|local_ranks"
+    # A command ends with its backquote, a comment, a blank line or the next line of an indented block.
+    for name, rest in re.findall(rf"(?<!\w)({program})\b([^`#]*?)(?=`|#|\n\n|\n {{4}}\S|\Z)", document.read_text()):
+        for option in re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", rest):
+            known = rf'{option}(?![\w-])|"{option[2:]}"'  # the latter where a loop adds the dashes
+            assert re.search(known, options_of(name)), f"{name} {option}"
 
 
 def numbers(row):
