@@ -58,7 +58,10 @@ TensorMap read_folder(const fs::path& folder) {
   if (fs::exists(index)) return read_index(index);
   if (fs::exists(single)) return read_single(single);
   std::vector<fs::path> files;
-  for (const auto& entry : fs::directory_iterator(folder))
+  std::error_code error;
+  const fs::directory_iterator entries(folder, error);
+  if (error) throw bad_input(folder.string() + ": " + error.message());
+  for (const auto& entry : entries)
     if (entry.path().extension() == ".safetensors") files.push_back(entry.path());
   if (files.size() == 1) return read_single(files[0]);
   throw bad_input(
@@ -139,7 +142,8 @@ bool config_ties(const json& config) {
 }  // namespace
 
 Head open_head(const std::string& path, const std::optional<std::string>& tensor) {
-  if (!fs::exists(path)) throw bad_input(path + ": no such file or folder");
+  std::error_code error;
+  if (!fs::exists(path, error)) throw bad_input(path + ": " + (error ? error.message() : "no such file or folder"));
   const bool folder = fs::is_directory(path), index = !folder && fs::path(path).extension() == ".json";
   const TensorMap tensors = folder ? read_folder(path) : index ? read_index(path) : read_single(path);
 

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <limits>
@@ -24,7 +25,7 @@ class Lines {
   explicit Lines(const std::string& path) : name_(path == "-" ? "stdin" : path) {
     if (path == "-") return;
     file_.open(path);
-    if (!file_) throw bad_input(fmt::format("{}: cannot be read", path));
+    if (!file_ || std::filesystem::is_directory(path)) throw bad_input(fmt::format("{}: cannot be read", path));
   }
   bool next(std::string& line) {
     std::istream& in = file_.is_open() ? static_cast<std::istream&>(file_) : std::cin;

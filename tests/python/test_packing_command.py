@@ -92,6 +92,9 @@ def test_errors(arguments, text, message):
 
 
 def test_broken_files(tmp_path):
+    (tmp_path / "folder.txt").mkdir()
+    done = command.run("pack", tmp_path / "folder.txt", "--capacity", 100)
+    assert done.returncode == 2 and done.stderr.endswith("folder.txt: cannot be read\n")
     for name, text, message in [
         ("a.tsv", "id\tsize\n1\t2\n", "a.tsv:1: expected a column \"length\", got id, size"),
         ("a.tsv", "id\tlength\n1\n", "a.tsv:2: expected 2 fields, got 1"),

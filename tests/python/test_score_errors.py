@@ -164,6 +164,11 @@ def test_broken_batch(files, fault, binary):
     check(files, message, binary=binary)
 
 
+def test_a_model_whose_name_no_file_can_have(files, binary):
+    done = command.run("score", files / "batch.safetensors", "--model", "m" * 300, command=binary)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"lmhead: {'m' * 300}: File name too long\n")
+
+
 @pytest.mark.parametrize("fault", MODEL_FAULTS)
 def test_broken_model(files, fault, binary):
     content, message = MODEL_FAULTS[fault]
