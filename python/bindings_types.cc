@@ -130,8 +130,7 @@ void bind_types(nb::module_& m) {
       .def_rw("weight", &BackwardOutputs::weight)
       .def_rw("bias", &BackwardOutputs::bias)
       .def_rw("accumulate_hidden", &BackwardOutputs::accumulate_hidden)
-      .def_rw("accumulate_weight", &BackwardOutputs::accumulate_weight)
-      .def_rw("accumulate_bias", &BackwardOutputs::accumulate_bias);
+      .def_rw("accumulate_weight", &BackwardOutputs::accumulate_weight);
 }
 
 }  // namespace lmhead::python

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/return_if_error.h"
 #include "core/element.h"
 #include "rank_threads.h"
 #include "sharded_run.h"

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/return_if_error.h"
 #include "testing.h"
 
 namespace lmhead {

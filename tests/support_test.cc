@@ -5,6 +5,7 @@
 #include <set>
 #include <tuple>
 
+#include "core/return_if_error.h"
 #include "candidates.h"
 #include "cpu/parallel.h"
 

@@ -88,12 +88,21 @@ def byte_count(name: str, value: Any, at_least: int) -> int:
     return count
 
 
+# What dtypes that the library does not know could have been meant as; it checks those that it knows.
+_IDS, _FLAGS = "int32 or int64", "bool, int8, int16, int32, int64 or uint8"
+_EXPECTED = {
+    "targets": _IDS, "ids": _IDS, "input_ids": _IDS, "sampled_ids": _IDS, "support_ids": "int32",
+    "active": _FLAGS, "loss_mask": _FLAGS,
+}  # fmt: skip
+
+
 def dtype_of(name: str, dtype: str) -> _core.DType:
     """The extension's dtype for NumPy's or PyTorch's name of it, such as "bfloat16"."""
     try:
         return DTYPES[dtype]
     except KeyError:
-        raise TypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {dtype}") from None
+        expected = _EXPECTED.get(name, "float32, bfloat16, float16 or float64")
+        raise TypeError(f"{name}: expected {expected}, got {dtype}") from None
 
 
 def problem(

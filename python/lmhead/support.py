@@ -252,7 +252,8 @@ def support_logprobs(
             "error": ValueError. "error" reads a flag from the device.
         trajectory_ids: [...] integer, with empty_support="full": two such rows in one trajectory are a ValueError
             (reads from the device).
-        backend: "auto", "cpu" or "cuda_portable".
+        backend: "auto", "cpu" or "cuda_portable", for the candidates; the whole vocabulary of empty_support="full" is
+            left to "auto".
 
     Returns:
         (logprob [...], entropy [...]) fp32 in nats (fp64 for fp64 inputs), with return_valid also valid [...] bool.

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/dispatch.h"
+#include "core/return_if_error.h"
 
 namespace lmhead {
 namespace {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "core/dispatch.h"
+#include "core/return_if_error.h"
 #include "core/support.h"
 
 namespace lmhead {

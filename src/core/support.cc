@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/return_if_error.h"
 #include "core/dispatch.h"
 #include "core/element.h"
 

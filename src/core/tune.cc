@@ -8,6 +8,7 @@
 
 #include "core/dispatch.h"
 #include "core/half.h"
+#include "core/return_if_error.h"
 #include "core/tune_device.h"
 
 namespace lmhead {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/tune_device.h"
+#include "core/return_if_error.h"
 
 namespace lmhead {
 namespace {

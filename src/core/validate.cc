@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "core/return_if_error.h"
 #include "core/element.h"
 
 namespace lmhead {

@@ -2,6 +2,7 @@
 // the thread's tile, then one state for each row and segment. A last phase folds each row's states in
 // canonical order, so no result depends on which thread did what, or when.
 #include "cpu/blocked.h"
+#include "core/return_if_error.h"
 
 namespace lmhead {
 namespace {

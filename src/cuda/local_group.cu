@@ -1,5 +1,6 @@
 #include "cuda/local_group.h"
 
+#include "core/return_if_error.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 

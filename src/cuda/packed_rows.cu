@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "core/return_if_error.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 

@@ -6,6 +6,7 @@
 // softmax work and add exactly nothing.
 #include "core/implementation.h"
 #include "cuda/convert.h"
+#include "core/return_if_error.h"
 #include "cuda/cublas_lt.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"

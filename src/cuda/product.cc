@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/return_if_error.h"
 #include "cuda/cublas_lt.h"
 #include "cuda/launch.h"
 

@@ -1,5 +1,6 @@
 #include "cuda/rows.h"
 
+#include "core/return_if_error.h"
 #include "core/validate.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"

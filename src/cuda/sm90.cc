@@ -7,6 +7,7 @@
 
 #include "core/tune_device.h"
 #include "cuda/launch.h"
+#include "core/return_if_error.h"
 #include "cuda/rows.h"
 #include "cuda/sm90_cache.h"
 #include "cuda/sm90_plan.h"

@@ -3,6 +3,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/selected.h"
+#include "core/return_if_error.h"
 #include "cuda/sm90_cache.h"
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_gemm.h"

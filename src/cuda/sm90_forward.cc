@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/return_if_error.h"
 #include "cuda/launch.h"
 #include "cuda/sm90_cache.h"
 #include "cuda/sm90_plan.h"

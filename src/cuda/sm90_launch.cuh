@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/launch.h"
+#include "core/return_if_error.h"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {

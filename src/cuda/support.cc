@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "core/return_if_error.h"
 #include "core/element.h"
 #include "core/validate.h"
 #include "cuda/launch.h"

@@ -2,6 +2,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/support_kernels.cuh"
+#include "core/return_if_error.h"
 
 namespace lmhead::cuda {
 namespace {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/return_if_error.h"
 #include "cuda/cublas_lt.h"
 #include "cuda/launch.h"
 

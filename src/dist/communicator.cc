@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/return_if_error.h"
 #include "core/dispatch.h"
 #include "core/element.h"
 #include "dist/host_communicator.h"

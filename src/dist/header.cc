@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/dispatch.h"
 #include "core/element.h"
 
 namespace lmhead {
@@ -186,10 +187,17 @@ Status header_verdict(std::span<const Header> all, const Status& local, bool sha
 
 Status agree(Communicator& group, const CallFacts& facts, const ResolvedProblem* problem, const Status& local,
              bool shards) {
-  const Header mine = make_header(facts, problem, local, group.device());
-  std::vector<Header> all(static_cast<std::size_t>(group.size()));
-  if (Status sent = group.exchange(mine.data(), all.data(), sizeof mine); !sent.ok()) return local.ok() ? sent : local;
-  return header_verdict(all, local, shards);
+  bool met = false;
+  Status status = guarded(facts.name, [&]() -> Status {
+    const Header mine = make_header(facts, problem, local, group.device());
+    std::vector<Header> all(static_cast<std::size_t>(group.size()));
+    met = true;
+    Status sent = group.exchange(mine.data(), all.data(), sizeof mine);
+    if (!sent.ok()) return local.ok() ? sent : local;
+    return header_verdict(all, local, shards);
+  });
+  if (!met) group.abort(status);  // the others wait for this rank
+  return status;
 }
 
 }  // namespace lmhead

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/local_group.h"
+#include "core/return_if_error.h"
 #include "dist/meeting.h"
 
 namespace lmhead {

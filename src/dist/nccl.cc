@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 
+#include "core/return_if_error.h"
 #include "dist/timeout.h"
 
 namespace lmhead {

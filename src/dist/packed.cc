@@ -5,6 +5,7 @@
 
 #include "core/element.h"
 #include "dist/row_moves.h"
+#include "core/return_if_error.h"
 #include "dist/sharded.h"
 
 namespace lmhead {

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "core/return_if_error.h"
 #include "core/element.h"
 #if LMHEAD_HAS_CUDA
 #include "cuda/packed_rows.h"

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "dist/sharded.h"
+#include "core/return_if_error.h"
 #include "dist/store_rows.h"
 
 namespace lmhead {

@@ -1,4 +1,5 @@
 #include "lmhead/layout.h"
+#include "core/return_if_error.h"
 #include "packing/errors.h"
 
 namespace lmhead {

@@ -3,6 +3,7 @@
 #include <limits>
 #include <string>
 
+#include "core/return_if_error.h"
 #include "packing/errors.h"
 
 namespace lmhead::packing {

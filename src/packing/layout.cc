@@ -6,6 +6,7 @@
 #include <numeric>
 #include <string>
 
+#include "core/return_if_error.h"
 #include "packing/errors.h"
 
 namespace lmhead {
