@@ -23,7 +23,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct Options {
-  std::vector<std::string> ops = {"forward"}, entropies = {"metric"}, patterns;
+  std::vector<std::string> ops = {"forward"}, entropies = {"metric"}, patterns = {"suffix"};
   std::vector<double> active = {1.0};
   std::string head, dtype = "bfloat16", backend = "cpu", baseline, command;
   std::int64_t hidden = 0, vocab = 0, tokens = 4096, tp = 1, cp = 1;
@@ -66,9 +66,8 @@ BenchRun make_run(const Options& o) {
   for (const std::string& op : o.ops)
     for (const std::string& entropy : o.entropies)
       for (const double active : o.active) {
-        const std::vector<std::string> dense = {"dense"},
-                                       masked = o.patterns.empty() ? std::vector<std::string>{"suffix"} : o.patterns;
-        for (const std::string& pattern : active >= 1 ? dense : masked)
+        const std::vector<std::string> dense = {"dense"};
+        for (const std::string& pattern : active >= 1 ? dense : o.patterns)
           run.cases.push_back({op, entropy_mode(entropy), active, pattern});
       }
   return run;
@@ -215,14 +214,16 @@ void add_bench(CLI::App& app) {
   const auto one_of = [](std::vector<std::string> names) { return CLI::IsMember(std::move(names)); };
   command->add_option("--op", o->ops, "forward, forward_backward (several: they take turns)")
       ->delimiter(',')
-      ->check(one_of({"forward", "forward_backward"}));
+      ->check(one_of({"forward", "forward_backward"}))
+      ->default_str("forward");
   command->add_option("--head", o->head, "A name of shapes/heads.txt, such as smollm2-135m");
   command->add_option("--hidden", o->hidden, "Hidden width H")->check(integer_from(1));
   command->add_option("--vocab", o->vocab, "Vocabulary V")->check(integer_from(1));
   command->add_option("--tokens", o->tokens, "Rows N")->check(integer_from(1))->capture_default_str();
   command->add_option("--entropy", o->entropies, "off, metric, grad (several: they take turns)")
       ->delimiter(',')
-      ->check(one_of({"off", "metric", "grad"}));
+      ->check(one_of({"off", "metric", "grad"}))
+      ->default_str("metric");
   command->add_option("--dtype", o->dtype, "bfloat16, float16, float32")
       ->check(one_of({"bfloat16", "float16", "float32"}))
       ->capture_default_str();
@@ -231,12 +232,18 @@ void add_bench(CLI::App& app) {
   command->add_option("--reps", o->reps, "Turns")->check(positive_int())->capture_default_str();
   command->add_option("--active", o->active, "Shares of active rows, such as 1,0.64 (1 is dense)")
       ->delimiter(',')
-      ->check(number_from(0, 1, "SHARE"));
+      ->check(number_from(0, 1, "SHARE"))
+      ->default_str("1");
   command->add_option("--pattern", o->patterns, "Where active rows lie: suffix, runs, scattered")
       ->delimiter(',')
-      ->check(one_of({"suffix", "runs", "scattered"}));
-  command->add_option("--tp", o->tp, "Vocabulary shards: measures one, of V / tp")->check(integer_from(1));
-  command->add_option("--cp", o->cp, "Context shards: measures one, of N / cp")->check(integer_from(1));
+      ->check(one_of({"suffix", "runs", "scattered"}))
+      ->default_str("suffix");
+  command->add_option("--tp", o->tp, "Vocabulary shards: measures one, of V / tp")
+      ->check(integer_from(1))
+      ->capture_default_str();
+  command->add_option("--cp", o->cp, "Context shards: measures one, of N / cp")
+      ->check(integer_from(1))
+      ->capture_default_str();
   command->add_option("--workspace-mib", o->workspace_mib, "Workspace budget (0: the backend's default)")
       ->check(number_from(0, 0x1p40, "NONNEGATIVE"));
   command->add_option(

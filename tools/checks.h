@@ -37,6 +37,16 @@ inline CLI::Validator number_from(double least, double most, const char* name, b
   return {check, name};
 }
 
+/// A finite number that `allowed` takes; `expected` says which ones those are.
+inline CLI::Validator finite_number(const char* expected, bool (*allowed)(double)) {
+  const auto check = [=](const std::string& text) {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && std::isfinite(value) && allowed(value)) return std::string();
+    return fmt::format("expected {}, got {}", expected, text);
+  };
+  return {check, ""};
+}
+
 /// "" would be taken for the option left out, as `--out "$UNSET"` gives it.
 inline CLI::Validator not_empty() {
   return {[](const std::string& text) { return std::string(text.empty() ? "expected a value, got nothing" : ""); }, ""};

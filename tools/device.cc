@@ -39,7 +39,8 @@ BackendChoice choose_backend(const std::string& name) {
     }
     names += ", " + backend.name;
   }
-  if (name == "cuda") throw bad_input("--backend: expected one that this machine runs, got cuda: " + no_cuda);
+  if (name == "cuda" || name == "cuda_portable" || name == "sm90")  // the latter two are listed where CUDA is built
+    throw bad_input("--backend: expected one that this machine runs, got " + name + ": " + no_cuda);
   throw bad_input("--backend: expected one of " + names + ", got " + name);
 }
 

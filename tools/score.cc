@@ -216,9 +216,12 @@ void add_score(CLI::App& app) {
   command->add_option("--model", options->model, "Hugging Face folder, its index, or one .safetensors file")
       ->required();
   command->add_option("--tensor", options->tensor, "Weight [V, H]; default: lm_head.weight, else the tied embedding");
-  command->add_option("--temperature", options->temperature, "Divides finished logits (1)");
-  command->add_option("--softcap", options->softcap, "Logit soft cap, 0 for none (config.json's, else none)");
-  command->add_option("--logit-scale", options->logit_scale, "Multiplies logits (config.json's, else 1)");
+  command->add_option("--temperature", options->temperature, "Divides finished logits (1)")
+      ->check(finite_number("a finite number > 0", [](double value) { return value > 0; }));
+  command->add_option("--softcap", options->softcap, "Logit soft cap, 0 for none (config.json's, else none)")
+      ->check(finite_number("a finite number > 0, or 0 for none", [](double value) { return value >= 0; }));
+  command->add_option("--logit-scale", options->logit_scale, "Multiplies logits (config.json's, else 1)")
+      ->check(finite_number("a finite number", [](double) { return true; }));
   command->add_option("--valid-vocab", options->valid_vocab, "Rows of the weight beyond it are padding");
   command->add_flag("--entropy", options->entropy, "Compute entropy too");
   command->add_option("--backend", options->backend, "auto, cuda, or a name that `lmhead info` lists (auto)");

@@ -97,10 +97,14 @@ void add_tune(CLI::App& app) {
   command->add_option("--head", o->head, "A name of shapes/heads.txt, such as nemotron-super");
   command->add_option("--hidden", o->hidden, "Hidden width H")->check(integer_from(1));
   command->add_option("--vocab", o->vocab, "Vocabulary V")->check(integer_from(1));
-  command->add_option("--tokens", o->tokens, "Rows N; several: each is tuned (default: 2048,8192,16384,32768 on a GPU)")
+  command
+      ->add_option("--tokens", o->tokens,
+                   "Rows N; several: each is tuned (2048,8192,16384,32768 on a GPU, 512,2048 on a CPU)")
       ->delimiter(',')
       ->check(integer_from(1));
-  command->add_option("--tp", o->tp, "Vocabulary shards: tunes for one, of V / tp")->check(integer_from(1));
+  command->add_option("--tp", o->tp, "Vocabulary shards: tunes for one, of V / tp")
+      ->check(integer_from(1))
+      ->capture_default_str();
   command->add_option("--entropy", o->entropy, "off, metric, grad")
       ->check(one_of({"off", "metric", "grad"}))
       ->capture_default_str();

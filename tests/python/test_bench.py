@@ -1,6 +1,7 @@
 """`lmhead bench`: what a record says of the shape that ran, and what it refuses. Times are not held to anything."""
 
 import json
+import re
 
 import command
 import pytest
@@ -46,3 +47,26 @@ def test_masks_and_entropies_take_turns_with_what_they_are_compared_with():
 def test_bad_arguments(arguments, message):
     done = command.run("bench", "--hidden", 64, "--vocab", 4096, "--tokens", 256, *arguments)
     assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "option", "default"),
+    [
+        ("bench", "--op", "=forward "),
+        ("bench", "--entropy", "=metric "),
+        ("bench", "--active", "=1 "),
+        ("bench", "--pattern", "=suffix "),
+        ("bench", "--tp", "=1 "),
+        ("tune", "--tp", "=1 "),
+        ("tune", "--tokens", "2048,8192,16384,32768 on a GPU, 512,2048 on a CPU"),
+    ],
+)
+def test_help_names_defaults(subcommand, option, default):
+    entry = re.search(rf"  {option} .*?(?=\n  -|\Z)", command.run(subcommand, "--help").stdout, re.S)[0]
+    # Of CLI11's versions some write =VALUE, others [VALUE].
+    assert default in " ".join(entry.split()).replace("[", "=").replace("]", ""), entry
+
+
+def test_defaults_are_those_that_help_names():
+    assert [(r["op"], r["entropy"], r["active"], r["pattern"]) for r in records()] == [("forward", "metric", 1, "dense")]
+    assert [r["pattern"] for r in records("--active", 0.5)] == ["suffix"]

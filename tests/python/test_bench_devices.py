@@ -42,3 +42,12 @@ def test_without_a_device_one_line_says_so(subcommand):
     (line,) = done.stderr.splitlines()
     assert line.startswith("lmhead: --backend: expected one that this machine runs, got cuda: ")
     assert "no usable CUDA device" in line or "this build has no CUDA" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize("backend", ["cuda_portable", "sm90"])
+def test_a_cuda_backend_by_name(backend):
+    done = command.run("bench", *SHAPE, "--backend", backend)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"lmhead: --backend: expected one that this machine runs, got {backend}: ")
