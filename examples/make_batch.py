@@ -20,7 +20,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # the model file's conversion bar
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 
 def find_gguf() -> pathlib.Path:
@@ -69,17 +69,16 @@ def main() -> None:
 
     folder = args.out / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {
-            "hidden": torch.cat(hidden),
-            "input_ids": torch.tensor(input_ids, dtype=torch.int32),
-            "cu_seqlens": torch.tensor(cu_seqlens, dtype=torch.int32),
-        },
-        args.out / "batch.safetensors",
-    )
+    batch = {
+        "hidden": torch.cat(hidden),
+        "input_ids": torch.tensor(input_ids, dtype=torch.int32),
+        "cu_seqlens": torch.tensor(cu_seqlens, dtype=torch.int32),
+    }
+    # Not save_file, whose files are for their owner alone.
+    (args.out / "batch.safetensors").write_bytes(save(batch))
     (args.out / "tokens.json").write_text(json.dumps(strings), encoding="utf-8")
     weight = model.get_output_embeddings().weight.detach().bfloat16().contiguous()
-    save_file({"model.embed_tokens.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save({"model.embed_tokens.weight": weight}, {"format": "pt"}))
     config = {
         "model_type": model.config.model_type,
         "hidden_size": weight.shape[1],

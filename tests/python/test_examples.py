@@ -1,6 +1,7 @@
 """What `make run` does, on two of its texts: a real model, scored and compared with torch; and a training step on it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -36,7 +37,12 @@ def test_real_model_end_to_end(real_batch):
     # 750 tokens of fp32 logits alone are 140 MiB; lmhead holds inputs, outputs and a workspace of at most 64 MiB.
     # A build with CUDA holds no more: cuBLASLt, 150 MiB, is opened by the first product on a GPU.
     assert summary["ways"]["lmhead"]["peak_mib"] <= peak_mib(command.path(), "info") + 64 + 57 + 20
-    assert (real_batch / "scores.safetensors").exists()
+    umask = os.umask(0)
+    os.umask(umask)
+    files = list(real_batch.rglob("*.safetensors"))
+    names = ("batch", "model", "scores", "torch_bf16", "torch_fp32")
+    assert sorted(file.name for file in files) == [f"{name}.safetensors" for name in names]
+    assert all(file.stat().st_mode & 0o777 == 0o666 & ~umask for file in files)  # others may open what was made for them
 
 
 def test_policy_step_on_a_real_model_with_half_of_the_advantages_zero(real_batch):
