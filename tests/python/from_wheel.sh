@@ -21,8 +21,8 @@ export LMHEAD_HOSTS_DIR=${LMHEAD_HOSTS_DIR:-$root/build/hosts}
 
 quiet="--quiet --disable-pip-version-check"
 # The options of the build that was tested, so that a compiler cache knows the library already.
-define=(-C cmake.define.LMHEAD_WERROR=ON)
-[ -z "${LMHEAD_CUDA_ARCHITECTURES:-}" ] || define+=(-C "cmake.define.LMHEAD_CUDA_ARCHITECTURES=$LMHEAD_CUDA_ARCHITECTURES")
+define=(--config-settings cmake.define.LMHEAD_WERROR=ON)
+[ -z "${LMHEAD_CUDA_ARCHITECTURES:-}" ] || define+=(--config-settings "cmake.define.LMHEAD_CUDA_ARCHITECTURES=$LMHEAD_CUDA_ARCHITECTURES")
 "$python" -m pip wheel $quiet --no-deps --no-build-isolation -w "$work/wheels" "$root" "${define[@]}"
 "$python" -m venv --without-pip "$work/venv"
 "$python" -m pip --python "$work/venv/bin/python" install $quiet --no-deps "$work"/wheels/lmhead-*.whl
@@ -43,6 +43,6 @@ for other in "${LMHEAD_PYTHON312:-python3.12}" "$(pyenv prefix 3.12 2> /dev/null
   "$other" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && break
 done
 "$other" -m venv "$work/venv312"
-"$work/venv312/bin/pip" wheel $quiet --no-deps -w "$work/wheels312" "$root" -C cmake.define.LMHEAD_CUDA=OFF -C cmake.define.LMHEAD_WERROR=ON
+"$work/venv312/bin/pip" wheel $quiet --no-deps -w "$work/wheels312" "$root" --config-settings cmake.define.LMHEAD_CUDA=OFF --config-settings cmake.define.LMHEAD_WERROR=ON
 "$work/venv312/bin/pip" install $quiet numpy pytest "$work"/wheels312/lmhead-*-abi3-*.whl
 "$work/venv312/bin/python" -m pytest -q -rs test_numpy.py
