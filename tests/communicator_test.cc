@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "core/return_if_error.h"
 #include "core/element.h"
+#include "core/return_if_error.h"
 #include "rank_threads.h"
 #include "sharded_run.h"
 #include "testing.h"

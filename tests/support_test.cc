@@ -5,8 +5,8 @@
 #include <set>
 #include <tuple>
 
-#include "core/return_if_error.h"
 #include "candidates.h"
+#include "core/return_if_error.h"
 #include "cpu/parallel.h"
 
 namespace lmhead {

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "core/return_if_error.h"
 #include "core/dispatch.h"
 #include "core/element.h"
+#include "core/return_if_error.h"
 
 namespace lmhead {
 namespace {

@@ -4,8 +4,8 @@
 #include <new>
 #include <vector>
 
-#include "core/tune_device.h"
 #include "core/return_if_error.h"
+#include "core/tune_device.h"
 
 namespace lmhead {
 namespace {

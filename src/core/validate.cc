@@ -4,8 +4,8 @@
 #include <limits>
 #include <string>
 
-#include "core/return_if_error.h"
 #include "core/element.h"
+#include "core/return_if_error.h"
 
 namespace lmhead {
 namespace {

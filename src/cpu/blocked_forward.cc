@@ -1,8 +1,8 @@
 // Forward of the "cpu" backend. A work item is (row tile, strip of up to two segments): one product into
 // the thread's tile, then one state for each row and segment. A last phase folds each row's states in
 // canonical order, so no result depends on which thread did what, or when.
-#include "cpu/blocked.h"
 #include "core/return_if_error.h"
+#include "cpu/blocked.h"
 
 namespace lmhead {
 namespace {

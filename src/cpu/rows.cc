@@ -1,4 +1,5 @@
 #include "cpu/rows.h"
+
 #include "core/return_if_error.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 #include "cuda/launch.h"
+
 #include "core/return_if_error.h"
 
 #include <algorithm>

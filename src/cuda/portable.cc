@@ -5,8 +5,8 @@
 // sizes from the host, which must not wait for a count on the device. They cost products of zeros, cost no
 // softmax work and add exactly nothing.
 #include "core/implementation.h"
-#include "cuda/convert.h"
 #include "core/return_if_error.h"
+#include "cuda/convert.h"
 #include "cuda/cublas_lt.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"

@@ -5,9 +5,9 @@
 // every kernel is queued for the most there can be, reads the count, and returns at once without work.
 #include <string>
 
+#include "core/return_if_error.h"
 #include "core/tune_device.h"
 #include "cuda/launch.h"
-#include "core/return_if_error.h"
 #include "cuda/rows.h"
 #include "cuda/sm90_cache.h"
 #include "cuda/sm90_plan.h"

@@ -1,9 +1,9 @@
 // The backward's plan: chunks of dlogits within the workspace, and for each the kernels that make and use it.
 #include <algorithm>
 
+#include "core/return_if_error.h"
 #include "cuda/launch.h"
 #include "cuda/selected.h"
-#include "core/return_if_error.h"
 #include "cuda/sm90_cache.h"
 #include "cuda/sm90_dlogits.h"
 #include "cuda/sm90_gemm.h"

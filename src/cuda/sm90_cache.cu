@@ -1,7 +1,7 @@
 // The pass that turns kept exponentials into dl: as many bytes read as written, no product.
+#include "core/return_if_error.h"
 #include "cuda/launch.h"
 #include "cuda/sm90_cache.h"
-#include "core/return_if_error.h"
 #include "cuda/sm90_gradient.cuh"
 #include "cuda/sm90_kept.cuh"
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/launch.h"
 #include "core/return_if_error.h"
+#include "cuda/launch.h"
 #include "cuda/sm90_tile.cuh"
 
 namespace lmhead::cuda::sm90 {

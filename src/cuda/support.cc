@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "core/return_if_error.h"
 #include "core/element.h"
+#include "core/return_if_error.h"
 #include "core/validate.h"
 #include "cuda/launch.h"
 #include "cuda/support.h"

@@ -3,8 +3,8 @@
 //
 // Bound by the bytes of the weight rows: N K H of them (fewer where ids repeat within L2's reach). The
 // products run in fp32 on the vector units, about four instructions an element, well under the memory time.
-#include "cuda/support_kernels.cuh"
 #include "core/return_if_error.h"
+#include "cuda/support_kernels.cuh"
 
 namespace lmhead::cuda {
 namespace {

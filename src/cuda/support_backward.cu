@@ -1,8 +1,8 @@
 // Candidate sets on the GPU, backward: dl and the hidden gradient by rows, the weight gradient by ids.
 #include <cub/device/device_radix_sort.cuh>
 
-#include "cuda/support_kernels.cuh"
 #include "core/return_if_error.h"
+#include "cuda/support_kernels.cuh"
 
 namespace lmhead::cuda {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <string>
 
-#include "core/return_if_error.h"
 #include "core/dispatch.h"
 #include "core/element.h"
+#include "core/return_if_error.h"
 #include "dist/host_communicator.h"
 
 namespace lmhead {

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <string>
 
-#include "cuda/local_group.h"
 #include "core/return_if_error.h"
+#include "cuda/local_group.h"
 #include "dist/meeting.h"
 
 namespace lmhead {

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "core/element.h"
-#include "dist/row_moves.h"
 #include "core/return_if_error.h"
+#include "dist/row_moves.h"
 #include "dist/sharded.h"
 
 namespace lmhead {

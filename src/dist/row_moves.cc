@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "core/return_if_error.h"
 #include "core/element.h"
+#include "core/return_if_error.h"
 #if LMHEAD_HAS_CUDA
 #include "cuda/packed_rows.h"
 #endif

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "dist/sharded.h"
 #include "core/return_if_error.h"
+#include "dist/sharded.h"
 #include "dist/store_rows.h"
 
 namespace lmhead {

@@ -1,5 +1,5 @@
-#include "lmhead/layout.h"
 #include "core/return_if_error.h"
+#include "lmhead/layout.h"
 #include "packing/errors.h"
 
 namespace lmhead {
