@@ -4,15 +4,30 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <string>
 
 namespace lmhead::tools {
 
-/// An integer in [least, most]; CLI11 alone cuts larger ones to the widest.
+/// An integer of 64 bits: CLI11 turns larger ones into the nearest, and negative unsigned ones into huge ones.
+inline CLI::Validator integer_that_fits(bool is_unsigned) {
+  const auto check = [is_unsigned](const std::string& text) {
+    errno = 0;
+    static_cast<void>(is_unsigned ? std::strtoull(text.c_str(), nullptr, 0)
+                                  : static_cast<unsigned long long>(std::strtoll(text.c_str(), nullptr, 0)));
+    if (errno == ERANGE) return "expected an integer within 64 bits, got " + text;
+    if (is_unsigned && text.starts_with('-')) return "expected an integer >= 0, got " + text;
+    return std::string();
+  };
+  return {check, ""};
+}
+
+/// An integer in [least, most].
 inline CLI::Validator integer_from(std::int64_t least, std::int64_t most = std::numeric_limits<std::int64_t>::max()) {
   const auto check = [least, most](const std::string& text) {
     std::int64_t value = 0;

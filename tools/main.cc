@@ -3,13 +3,12 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <new>
 #include <string>
 
+#include "checks.h"
 #include "commands.h"
 #include "lmhead/lmhead.h"
 
@@ -25,23 +24,6 @@ int report(int code, const char* message) {
 void reserve_standard_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0) static_cast<void>(::open("/dev/null", fd == STDOUT_FILENO ? O_RDONLY : O_WRONLY));
-}
-
-/// CLI11 turns an integer beyond 64 bits into the nearest one, and a negative one into a huge unsigned one.
-void reject_integers_out_of_range(CLI::App& command) {
-  for (CLI::Option* option : command.get_options()) {
-    const bool is_unsigned = option->get_type_name() == "UINT";
-    if (!is_unsigned && option->get_type_name() != "INT") continue;
-    const auto check = [is_unsigned](const std::string& text) {
-      errno = 0;
-      static_cast<void>(is_unsigned ? std::strtoull(text.c_str(), nullptr, 0)
-                                    : static_cast<unsigned long long>(std::strtoll(text.c_str(), nullptr, 0)));
-      if (errno == ERANGE) return "expected an integer within 64 bits, got " + text;
-      if (is_unsigned && text.starts_with('-')) return "expected an integer >= 0, got " + text;
-      return std::string();
-    };
-    option->check(check);
-  }
 }
 
 int run(int argc, char** argv) {
@@ -60,7 +42,10 @@ int run(int argc, char** argv) {
   add_info(app);
   add_pack(app);
   add_tune(app);
-  for (CLI::App* command : app.get_subcommands({})) reject_integers_out_of_range(*command);
+  for (CLI::App* command : app.get_subcommands({}))
+    for (CLI::Option* option : command->get_options())
+      for (const bool is_unsigned : {false, true})
+        if (option->get_type_name() == (is_unsigned ? "UINT" : "INT")) option->check(integer_that_fits(is_unsigned));
 
   if (argc > 1 && argv[1][0] != '-') {
     std::string names;

@@ -49,11 +49,11 @@ def number(name: str, value: Any) -> float:
 
 def integer(name: str, value: Any) -> int:
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
     except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name}: expected an integer within 64 bits, got {number}")
     return number

@@ -29,7 +29,8 @@ class PackedCollator:
         algorithm: as for `lmhead.pack`.
         pad_id: id of padding.
         scale: None leaves loss_mask as it is; "tokens" divides it by the attended tokens of rows with samples,
-            "loss_tokens" by the predictions with loss_mask other than 0, so that the sum of a loss over all ranks is a mean.
+            "loss_tokens" by the predictions with loss_mask other than 0, so that the sum of a loss over all ranks is a
+            mean.
 
     Returns a dict; arrays are torch tensors, or NumPy with numpy=True:
         input_ids, position_ids, attention_mask: [R, W] int64; positions restart in each sequence.

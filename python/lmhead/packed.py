@@ -100,9 +100,9 @@ def packed_logprobs(
     return _Gather.apply(rows, cp_group, *results)
 
 
-def _check_tensors(*, loss_mask: Any, **required: Any) -> None:
-    for name, value in {**required, **({} if loss_mask is None else {"loss_mask": loss_mask})}.items():
-        if not isinstance(value, Tensor):
+def _check_tensors(**named: Any) -> None:
+    for name, value in named.items():
+        if not isinstance(value, Tensor) and not (name == "loss_mask" and value is None):
             raise TypeError(f"{name}: expected torch.Tensor, got {type(value).__name__}")
 
 

@@ -15,8 +15,6 @@ Result<ResolvedSupport> resolve(const SelectedProblem& p, const Execution& execu
   return ResolvedSupport{*head, p.ids, p.ids.cols, "ids"};
 }
 
-ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
-
 }  // namespace
 
 Result<WorkspaceSize> selected_workspace_size(const SelectedProblem& given, const Execution& execution) {

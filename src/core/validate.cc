@@ -39,8 +39,6 @@ Status check_aligned(const char* name, const void* data, DType dtype) {
                  "an address " + str(static_cast<std::int64_t>(over)) + " bytes past");
 }
 
-ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
-
 /// Temperatures and softcaps are used in fp32 unless the inputs are fp64: a value or a reciprocal that the type cannot
 /// hold would reach the logits as 0 or infinity.
 bool has_reciprocal(double value, bool fp64) {

@@ -23,6 +23,8 @@ Status validate_workspace_address(const Execution& execution);
 /// The caller's cache of more than 0 bytes.
 Status validate_cache(const Execution& execution);
 
+inline ConstMatrix as_const(const Matrix& m) { return {m.data, m.rows, m.cols, m.row_stride, m.dtype}; }
+
 // Single operands, for calls that have more than a problem's. Memory: a pointer where there are elements, aligned to
 // them, and strides that keep every address within 64 bits.
 
